@@ -1,0 +1,527 @@
+"""The stage contract: what every stage of the line gets once, from here.
+
+A stage `name` (or `name-variant`, `name@variant`) of dvc.yaml runs as `python -m tasks name-variant`. Its module `tasks/<name>.py`
+holds `Config` (a strict `StageConfig`: the section `<name>` of params.yaml, or `<name>.<variant>` where the section
+has that key) and `run(stage)`. The contract: outputs appear whole or not at all with their manifest last; scratch
+under work/<stage>/<fingerprint of params and dependencies> for resuming after a kill; seeds derived from one; one
+MLflow run; metrics as a JSON file; rejected records kept, counted and bounded; a time limit.
+
+Only this module and tasks/tracking.py talk to MLflow and DVC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.files import (
+    atomic_write,
+    canonical_json,
+    content_hash,
+    derive_seed,
+    fsync_tree,
+    list_files,
+    remove,
+    replace_path,
+    sha256_file,
+)
+from tasks.params import ROOT, load_params
+
+# Whose version can change a stage's bytes; recorded in the manifest when the stage imported it.
+_VERSIONED = ("torch", "numpy", "tokenizers", "pyarrow", "resiliparse", "datasketch", "transformers", "safetensors")
+
+
+class StageConfig(BaseModel):
+    """Base of every stage's `Config`: unknown keys are errors, values keep their declared types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_reject_share: float = Field(0.05, ge=0, le=1, description="the stage fails above this share of bad records")
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What dvc.yaml says of one stage."""
+
+    name: str
+    deps: tuple[str, ...]
+    params: tuple[str, ...]
+    outs: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+    meta: dict = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        return re.split("[@-]", self.name, maxsplit=1)[0]
+
+    @property
+    def variant(self) -> str:
+        return self.name[len(self.base) + 1 :]
+
+
+def load_specs(root: Path = ROOT) -> dict[str, StageSpec]:
+    """Every stage of dvc.yaml, resolved by DVC itself (foreach, templates). ValueError when it does not parse."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo(str(root)) as repo:
+            stages = list(repo.index.stages)
+    except DvcException as error:
+        raise ValueError(f"dvc.yaml: {error}") from error
+    specs = {}
+    for stage in stages:
+        if not getattr(stage, "name", None):
+            continue  # a `.dvc` file: data under version control, not a step of the line
+        deps = [d.def_path for d in stage.deps if type(d).__name__ != "ParamsDependency"]
+        params = [key for d in stage.deps if type(d).__name__ == "ParamsDependency" for key in d.params]
+        metrics = [o.def_path for o in stage.outs if o.metric]
+        plots = [o.def_path for o in stage.outs if o.plot]
+        outs = [o.def_path for o in stage.outs if not o.metric and not o.plot]
+        specs[stage.name] = StageSpec(
+            stage.name,
+            *(tuple(sorted(v)) for v in (deps, params)),
+            tuple(outs),
+            tuple(metrics),
+            tuple(plots),
+            stage.meta or {},
+        )
+    return specs
+
+
+def select(params: dict, keys: Iterable[str]) -> dict:
+    """The part of `params` that dotted `keys` name. ValueError for a key that is not there."""
+    result: dict = {}
+    for key in keys:
+        source, target = params, result
+        parts = key.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(source, dict) or part not in source:
+                raise ValueError(f"params.yaml has no {'.'.join(parts[: depth + 1])!r}, which dvc.yaml asks for")
+            source = source[part]
+            if depth + 1 < len(parts):
+                target = target.setdefault(part, {})
+        target[parts[-1]] = source
+    return result
+
+
+def validate_config(spec: StageSpec, params: dict, config_class: type[StageConfig]) -> StageConfig:
+    """The stage's section of `params` as its `Config`. ValueError names every wrong key by its full path."""
+    section, path = params.get(spec.base, {}), spec.base
+    if spec.variant and isinstance(section, dict) and spec.variant in section:
+        section, path = section[spec.variant], f"{spec.base}.{spec.variant}"
+    try:
+        # JSON mode: strict types, yet lists may stand for tuples, as YAML has no tuples.
+        return config_class.model_validate_json(json.dumps(section))
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            key = ".".join([path, *map(str, problem["loc"])])
+            wrong = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
+            lines.append(f"  params.yaml: {key}: {wrong} (found {problem['input']!r})")
+        raise ValueError(f"stage {spec.name}: its parameters do not fit\n" + "\n".join(lines)) from None
+
+
+def fingerprint(spec: StageSpec, params: dict, dep_hashes: dict[str, str]) -> str:
+    """Identity of one run of a stage: its name, its parameters and the content of its dependencies (32 hex digits)."""
+    import hashlib
+
+    text = canonical_json({"stage": spec.name, "params": params, "deps": dep_hashes})
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Stage:
+    """What `run(stage)` receives. Paths are given as dvc.yaml has them."""
+
+    def __init__(self, spec: StageSpec, params: dict, config: StageConfig, root: Path = ROOT, record: Any = None):
+        self.spec, self.params, self.config, self.root = spec, params, config, Path(root)
+        self.name, self.base, self.variant = spec.name, spec.base, spec.variant
+        self.seed: int = int(params.get("seed", 0))
+        self.dep_hashes = {d: content_hash(self.root / d) for d in spec.deps}
+        self.fingerprint = fingerprint(spec, params, self.dep_hashes)
+        self._record = record
+        self._staging: dict[str, Path] = {}
+        self._metrics: dict = {}
+        self._rows: dict[str, int] = {}
+        self._seen = self._rejected = 0
+        self._rejects = None
+        self._series: dict[int, dict[str, float]] = {}
+        self._series_file = None
+
+    # paths
+    def dep(self, path: str) -> Path:
+        """A declared dependency, or a path below one."""
+        if not any(path == d or path.startswith(d.rstrip("/") + "/") for d in self.spec.deps):
+            raise ValueError(f"stage {self.name} reads {path}, which dvc.yaml does not list among its deps")
+        return self.root / path
+
+    def out(self, path: str) -> Path:
+        """The staging directory of a declared out; it takes its place when the stage has succeeded."""
+        if path not in self.spec.outs:
+            raise ValueError(f"stage {self.name} writes {path}, which dvc.yaml does not list among its outs")
+        if path not in self._staging:
+            final = self.root / path
+            staging = final.with_name(f".{final.name}.partial")
+            remove(staging)
+            staging.mkdir(parents=True)
+            self._staging[path] = staging
+        return self._staging[path]
+
+    @property
+    def scratch(self) -> Path:
+        """Resume directory of exactly these parameters and dependencies; kept over a kill, removed on success."""
+        path = self.root / "work" / self.name / self.fingerprint
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def rng_seed(self, *item: object) -> int:
+        """63-bit seed of one random choice: from (seed, stage, item)."""
+        return derive_seed(self.seed, self.name, *item)
+
+    # numbers
+    def log(self, step: int, **values: float) -> None:
+        """One point of the stage's time series (MLflow, and the stage's plots file). No wall-clock numbers here."""
+        if not self._series and self._series_file is None:
+            self._load_series()
+        clean = {k: float(v) for k, v in values.items()}
+        self._series.setdefault(int(step), {}).update(clean)
+        self._series_file.write(json.dumps([int(step), clean]) + "\n")
+        self._series_file.flush()
+        if self._record:
+            self._record.log(int(step), clean)
+
+    def _load_series(self) -> None:
+        """Points of a killed run with this fingerprint, so that a resumed stage plots its whole curve."""
+        path = self.scratch / "series.jsonl"
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a killed process may be torn
+                    step, values = json.loads(line)
+                    self._series.setdefault(step, {}).update(values)
+        self._series_file = open(path, "a", encoding="utf-8")
+        self._series_file.write("\n")
+
+    def metric(self, **values: Any) -> None:
+        """Final numbers (nested mappings allowed): the stage's metrics file and MLflow. No wall-clock numbers here."""
+        self._metrics.update(values)
+
+    def timing(self, **seconds: float) -> None:
+        """Wall-clock and speed numbers: MLflow only, since two equal runs differ in them."""
+        self.print("  ".join(f"{k} {v:.2f}" for k, v in seconds.items()))
+        if self._record:
+            self._record.metric({f"timing/{k}": float(v) for k, v in seconds.items()})
+
+    def rows(self, **counts: int) -> None:
+        """Row counts for the manifest."""
+        self._rows.update({k: int(v) for k, v in counts.items()})
+
+    def artifact(self, path: Path) -> None:
+        """A small file for the MLflow run."""
+        if self._record:
+            self._record.artifact(Path(path))
+
+    # records
+    def seen(self, n: int = 1) -> None:
+        """Count input records, the base of the reject share."""
+        self._seen += n
+
+    def reject(self, record_id: str, reason: str, detail: str = "") -> None:
+        """Set a bad input record aside: a line in rejects/ of the first out, counted, never dropped silently."""
+        if self._rejects is None:
+            folder = self.out(self.spec.outs[0]) / "rejects"
+            folder.mkdir(exist_ok=True)
+            self._rejects = open(folder / "part-00000.jsonl", "w", encoding="utf-8")
+        line = {"id": str(record_id), "reason": reason, "detail": detail[:2000]}
+        self._rejects.write(json.dumps(line, ensure_ascii=True) + "\n")
+        self._rejected += 1
+
+    # talk
+    def print(self, message: str) -> None:
+        """One line for the person who watches, and for the log."""
+        print(f"[{self.name}] {message}", flush=True)
+
+    def progress(self, items: Iterable, total: int | None = None, label: str = "") -> Iterator:
+        """Pass `items` through with a progress line at most every five seconds: count, share, estimate of time left."""
+        if total is None and hasattr(items, "__len__"):
+            total = len(items)  # type: ignore[arg-type]
+        start = last = time.monotonic()
+        for count, item in enumerate(items, 1):
+            yield item
+            now = time.monotonic()
+            if now - last >= 5:
+                last = now
+                left = f", about {(now - start) / count * (total - count):.0f} s left" if total else ""
+                self.print(f"{label or 'progress'} {count}{f'/{total}' if total else ''}{left}")
+
+    # end
+    def check_rejects(self) -> None:
+        """ValueError when more records than `max_reject_share` were rejected."""
+        base = max(self._seen, self._rejected)
+        if base and self._rejected / base > self.config.max_reject_share:
+            raise ValueError(
+                f"stage {self.name}: {self._rejected} of {base} records were rejected, above max_reject_share = "
+                f"{self.config.max_reject_share}; reasons are in {self._keep_rejects()}"
+            )
+
+    def _keep_rejects(self) -> Path:
+        """The failed stage's outs vanish; what tells why must not."""
+        self._rejects.flush()
+        kept = self.root / "work" / "rejects" / f"{self.name}.jsonl"
+        atomic_write(kept, Path(self._rejects.name).read_bytes())
+        return kept
+
+    def manifest(self, out: Path) -> dict:
+        """What a directory holds and what it came from. Nothing in it depends on when or where the stage ran."""
+        files = [
+            {"path": p.relative_to(out).as_posix(), "bytes": p.stat().st_size, "sha256": sha256_file(p)}
+            for p in list_files(out)
+        ]
+        versions = {m: metadata.version(m) for m in _VERSIONED if m in sys.modules}
+        return {
+            "stage": self.name,
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "config": self.config.model_dump(mode="json"),
+            "deps": self.dep_hashes,
+            "rows": dict(sorted(self._rows.items())),
+            "rejected": self._rejected,
+            "bytes": sum(f["bytes"] for f in files),
+            "versions": {"python": platform.python_version(), **versions},
+            "files": files,
+        }
+
+    def close_files(self) -> None:
+        for handle in (self._rejects, self._series_file):
+            if handle:
+                handle.close()
+
+    def publish(self) -> None:
+        """Manifests, metrics and plots written, then everything renamed into place."""
+        missing = [o for o in self.spec.outs if o not in self._staging]
+        if missing:
+            raise AssertionError(f"stage {self.name} ended without writing {missing}")
+        for staging in self._staging.values():
+            atomic_write(staging / "manifest.json", json.dumps(self.manifest(staging), indent=1, sort_keys=True) + "\n")
+            fsync_tree(staging)
+        for path in self.spec.metrics:
+            atomic_write(self.root / path, json.dumps(self._metrics, indent=1, sort_keys=True) + "\n")
+        points = [{"step": s, **dict(sorted(v.items()))} for s, v in sorted(self._series.items())]
+        for path in self.spec.plots:
+            atomic_write(self.root / path, json.dumps(points, indent=0) + "\n")
+        for path, staging in self._staging.items():
+            replace_path(staging, self.root / path)
+        if self._record:
+            self._record.metric(flatten(self._metrics))
+        remove(self.root / "work" / self.name)
+
+    def discard(self) -> None:
+        """Remove what a failed stage had staged; scratch stays for the next try."""
+        for staging in self._staging.values():
+            remove(staging)
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, float]:
+    """Nested numbers as `a/b/c: x`; anything that is not a finite number is left out."""
+    result: dict[str, float] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result.update(flatten(value, f"{name}/"))
+        elif isinstance(value, (int, float)) and value == value and abs(value) != float("inf"):
+            result[name] = float(value)
+    return result
+
+
+@contextlib.contextmanager
+def _only_one(root: Path, name: str) -> Iterator[None]:
+    """One process per stage and workspace: a second would delete the first one's staging directory."""
+    path = root / "work" / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"stage {name} is already running in this workspace") from None
+        yield
+
+
+def _limit_time(name: str, minutes: float | None) -> None:
+    if minutes:
+
+        def expired(signum: int, frame: object) -> None:
+            raise TimeoutError(
+                f"stage {name}: over its limit of {minutes:g} minutes (meta.timeout_minutes in dvc.yaml)"
+            )
+
+        signal.signal(signal.SIGALRM, expired)
+        signal.setitimer(signal.ITIMER_REAL, minutes * 60)
+
+
+def _tags(spec: StageSpec, params: dict, root: Path, print_: str) -> dict[str, str]:
+    """Where a result came from, for MLflow."""
+    import subprocess
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    lock = root / "dvc.lock"
+    return {
+        "stage": spec.name,
+        "phase": str(spec.meta.get("phase", "")),
+        "profile": str(load_params(root).get("profile", "")),
+        "git_commit": commit.stdout.strip() or "unknown",
+        "dvc_lock": sha256_file(lock) if lock.is_file() else "none",
+        "fingerprint": print_,
+    }
+
+
+def stage_module(base: str) -> Any:
+    """The module of a stage. ValueError when there is none."""
+    try:
+        module = importlib.import_module(f"tasks.{base}")
+    except ModuleNotFoundError as error:
+        if error.name != f"tasks.{base}":
+            raise
+        raise ValueError(f"no stage {base!r}: there is no module tasks/{base}.py") from None
+    if not hasattr(module, "run") or not hasattr(module, "Config"):
+        raise ValueError(f"tasks/{base}.py is not a stage: it has no Config and run(stage)")
+    return module
+
+
+def find_spec(name: str, root: Path = ROOT) -> StageSpec:
+    """One stage of dvc.yaml. ValueError lists the stages when the name is unknown."""
+    specs = load_specs(root)
+    if name not in specs:
+        raise ValueError(f"dvc.yaml has no stage {name!r}; it has: {', '.join(specs)}")
+    return specs[name]
+
+
+def run_stage(name: str, root: Path = ROOT) -> None:
+    """Run one stage in this process under the contract."""
+    from tasks import tracking
+
+    spec = find_spec(name, root)
+    params = select(load_params(root), spec.params)
+    with _only_one(root, name):
+        module = stage_module(spec.base)
+        stage = Stage(spec, params, validate_config(spec, params, module.Config), root)
+        _limit_time(name, spec.meta.get("timeout_minutes"))
+        record = tracking.open_record(
+            root / "work" / "spool", name, flatten_params(params), _tags(spec, params, root, stage.fingerprint)
+        )
+        stage._record = record
+        began = time.monotonic()
+        try:
+            module.run(stage)
+            stage.check_rejects()
+            stage.close_files()
+            stage.publish()
+            record.metric({"timing/stage_seconds": time.monotonic() - began})
+            for path in (*spec.metrics, *spec.plots):
+                record.artifact(root / path)
+            record.close("FINISHED")
+        except BaseException:
+            stage.close_files()
+            stage.discard()
+            record.close("FAILED")
+            raise
+        stage.print(f"done in {time.monotonic() - began:.1f} s")
+
+
+def flatten_params(params: dict, prefix: str = "") -> dict[str, str]:
+    """Parameters as MLflow wants them: flat names, text values."""
+    result: dict[str, str] = {}
+    for key, value in params.items():
+        if isinstance(value, dict):
+            result.update(flatten_params(value, f"{prefix}{key}."))
+        else:
+            result[f"{prefix}{key}"] = str(value)
+    return result
+
+
+def describe(name: str, root: Path = ROOT) -> dict:
+    """What `--dry-run` prints: the resolved config, inputs, outputs and why the stage is stale (empty: it is not)."""
+    from dvc.repo import Repo
+
+    spec = find_spec(name, root)
+    params = select(load_params(root), spec.params)
+    config = validate_config(spec, params, stage_module(spec.base).Config)
+    with Repo(str(root)) as repo:
+        status = repo.status(targets=[name])
+    shared = {k: v for k, v in params.items() if k != spec.base}
+    return {
+        "stage": name,
+        "config": config.model_dump(mode="json"),
+        "shared": shared,
+        "inputs": {d: "present" if (root / d).exists() else "MISSING" for d in spec.deps},
+        "outputs": [*spec.outs, *spec.metrics, *spec.plots],
+        "stale": [reason for reasons in status.values() for reason in reasons],
+        "meta": spec.meta,
+    }
+
+
+def run_stage_for_test(
+    module: Any,
+    config: dict,
+    params: dict | None = None,
+    deps: dict[str, Path] | None = None,
+    outs: Iterable[str] = (),
+    name: str | None = None,
+    seed: int = 0,
+    tmp: Path = Path("."),
+    plots: Iterable[str] = (),
+) -> Stage:
+    """Run a stage without DVC in `tmp`: `deps` maps declared paths to real ones, which are linked in. Returns the stage."""
+    base = module.__name__.rpartition(".")[2]
+    name = name or base
+    for path, real in (deps or {}).items():
+        target = tmp / path
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(Path(real).resolve())
+    variant = name[len(base) + 1 :]
+    section = {variant: config} if variant else config
+    all_params = {"seed": seed, **(params or {}), base: section}
+    spec = StageSpec(
+        name,
+        tuple(deps or {}),
+        tuple(all_params),
+        tuple(outs),
+        (f"metrics/{re.sub('[@-]', '_', name)}.json",),
+        tuple(plots),
+    )
+    stage = Stage(spec, all_params, validate_config(spec, all_params, module.Config), tmp)
+    try:
+        module.run(stage)
+        stage.check_rejects()
+        stage.close_files()
+        stage.publish()
+    except BaseException:
+        stage.close_files()
+        stage.discard()
+        raise
+    return stage
+
+
+def print_json(value: object) -> None:
+    """Plain JSON on a pipe, coloured on a terminal."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        from rich import print_json as show
+
+        show(json.dumps(value))
+    else:
+        print(json.dumps(value, indent=2))
