@@ -1,10 +1,11 @@
 """The stage contract: what every stage of the line gets once, from here.
 
-A stage `name` (or `name-variant`, `name@variant`) of dvc.yaml runs as `python -m tasks name-variant`. Its module `tasks/<name>.py`
-holds `Config` (a strict `StageConfig`: the section `<name>` of params.yaml, or `<name>.<variant>` where the section
-has that key) and `run(stage)`. The contract: outputs appear whole or not at all with their manifest last; scratch
-under work/<stage>/<fingerprint of params and dependencies> for resuming after a kill; seeds derived from one; one
-MLflow run; metrics as a JSON file; rejected records kept, counted and bounded; a time limit.
+A stage `name` (or `name-variant`, or DVC's `name@variant`) of dvc.yaml runs as `python -m tasks name-variant`. Its
+module `tasks/<name>.py` holds `Config` (a strict `StageConfig`: the section `<name>` of params.yaml, or
+`<name>.<variant>` where the section has that key) and `run(stage)`. The contract: outputs appear whole or not at all
+with their manifest last; scratch under work/<stage>/<fingerprint of params and dependencies> for resuming after a
+kill; seeds derived from one; one MLflow run; metrics as a JSON file; rejected records kept, counted and bounded; a
+time limit.
 
 Only this module and tasks/tracking.py talk to MLflow and DVC.
 """
