@@ -1,0 +1,21 @@
+"""When and in what order the stages of dvc.yaml run: Prefect flows, and the services around them.
+
+    python -m flows.lifecycle --help      run the line (or part of it) from here
+    python -m flows.services up           Prefect and MLflow on loopback
+    python -m flows run                   what `make run` does after the set-up
+"""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# None of the tools may phone home. Set before any of them is imported, and inherited by everything started from here.
+QUIET = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DVC_NO_ANALYTICS": "1",
+}
+for _key, _value in QUIET.items():
+    os.environ.setdefault(_key, _value)

@@ -1,0 +1,232 @@
+"""Runs single stages through DVC, with live logs, a bounded number at a time, and without leaving orphans.
+
+A stage runs as `reproduce(single_item=True)` in the calling thread with a DVC Repo of its own; sharing one Repo between
+threads breaks DVC, and a `dvc repro` process per stage costs twice the CPU. The stage sends its output to a file (named in
+ARCLINE_STAGE_LOG) that is tailed here, so a slow reader never blocks it and no pipe breaks when this process dies.
+Used by flows/lifecycle.py; imports no Prefect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flows import ROOT
+from flows.graph import Node
+
+LOG_ENV = "ARCLINE_STAGE_LOG"
+MAX_LINES = 3000  # of one stage that are passed on; the file has them all
+GRACE_S = 3.0
+
+
+class StageFailed(RuntimeError):
+    """A stage ended with an error. The message ends with the last lines of its log."""
+
+
+class Stopped(RuntimeError):
+    """The run was cancelled; a stage that had not started does not start."""
+
+
+def tail(path: Path, lines: int = 15) -> list[str]:
+    """The last lines of a log file, [] when there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            return file.read().decode(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def workspace(root: Path = ROOT, say: Callable[[str], None] = print) -> Iterator[None]:
+    """One run per workspace: DVC's own locks do not cover two runs of one graph, so the second waits here."""
+    path = root / "work" / "lifecycle.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        told = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not told:
+                    file.seek(0)
+                    say(f"another run (process {file.read().strip() or 'unknown'}) has this workspace; waiting for it")
+                    told = True
+                time.sleep(0.5)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+class Runner:
+    """Runs stages of one workspace, at most `slots` at a time.
+
+    Args: env is added to each stage's environment; on_first is called once, before the first stage that really runs.
+    """
+
+    def __init__(
+        self,
+        root: Path = ROOT,
+        slots: int = 2,
+        env: dict[str, str] | None = None,
+        on_first: Callable[[], dict[str, str]] | None = None,
+    ) -> None:
+        self.root = root
+        self.logs = root / "work" / "logs"
+        self._slots = threading.Semaphore(slots)
+        self._env = dict(env or {})
+        self._on_first = on_first
+        self._once = threading.Lock()
+        self._stopping = threading.Event()
+        self._active: set[str] = set()
+
+    def log_path(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def run(self, node: Node, force: bool = False, say: Callable[[str], None] = print) -> str:
+        """Brings one stage up to date.
+
+        Returns "Completed" when its command ran, "Restored" when its outs came from DVC's cache, "Cached" when
+        there was nothing to do. Raises StageFailed, or Stopped after `stop`.
+        """
+        if not self._slots.acquire(blocking=False):
+            say("waiting for a free slot")
+            while not self._slots.acquire(timeout=0.2):
+                self._check()
+        self._active.add(node.name)
+        try:
+            self._check()
+            return self._reproduce(node, force, say)
+        finally:
+            self._active.discard(node.name)
+            self._slots.release()
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise Stopped("the run was stopped")
+
+    def _reproduce(self, node: Node, force: bool, say: Callable[[str], None]) -> str:
+        from dvc.exceptions import DvcException
+        from dvc.repo import Repo
+
+        with self._once:
+            if self._on_first:
+                self._env.update(self._on_first())
+                self._on_first = None
+        log = self.log_path(node.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        pump = _Pump(log, say, node.timeout_minutes)
+        try:
+            with Repo(str(self.root), _wait_for_lock=True) as repo:
+                done = repo.reproduce(
+                    node.name, single_item=True, force=force, run_env={**self._env, LOG_ENV: str(log)}
+                )
+        except DvcException as error:
+            pump.close()
+            self._check()
+            raise StageFailed(self._explain(node, error, pump.expired)) from error
+        finally:
+            pump.close()
+        if log.exists():
+            return "Completed"
+        return "Restored" if done else "Cached"
+
+    def _explain(self, node: Node, error: BaseException, expired: bool) -> str:
+        reasons = []
+        cause: BaseException | None = error
+        while cause is not None:
+            if str(cause) not in reasons:
+                reasons.append(str(cause))
+            cause = cause.__cause__
+        if expired:
+            reasons.append(f"stopped after its time limit of {node.timeout_minutes:g} minutes")
+        lines = tail(self.log_path(node.name))
+        text = f"stage {node.name}: " + ": ".join(reasons)
+        return text + ("\n  " + "\n  ".join(lines) if lines else "")
+
+    def stop(self, wait_s: float = 15.0) -> None:
+        """Ends the running stages with everything they started, and lets no further one start."""
+        self._stopping.set()
+        began = time.monotonic()
+        while time.monotonic() - began < wait_s:
+            # Again and again: a stage that is just being forked does not carry its environment yet.
+            kill_stages(force=time.monotonic() - began > GRACE_S)
+            if not self._active:
+                return
+            time.sleep(0.1)
+
+
+def _stages(log: Path | None = None) -> list:
+    """Processes that are stages started from this process, with all their descendants."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            marked = child.environ().get(LOG_ENV)
+            if marked and (log is None or marked == str(log)):
+                found += [*child.children(recursive=True), child]
+    return found
+
+
+def kill_stages(force: bool = False, log: Path | None = None) -> None:
+    """SIGTERM (or SIGKILL) to the running stages of this process, or to the one that writes `log`."""
+    import psutil
+
+    for process in _stages(log):
+        with contextlib.suppress(psutil.Error):
+            process.kill() if force else process.terminate()
+
+
+class _Pump:
+    """Passes a growing log file on, line by line, from a thread of its own; also the backstop of the time limit."""
+
+    def __init__(self, path: Path, say: Callable[[str], None], limit_minutes: float | None) -> None:
+        self._path, self._say = path, say
+        # The stage enforces its limit itself; this one is for a stage that is stuck outside Python.
+        self._limit = limit_minutes * 60 + 30 if limit_minutes else None
+        self.expired = False
+        self._lines = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"log {path.stem}", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        began, rest, offset, last = time.monotonic(), b"", 0, False
+        while True:
+            last = self._done.wait(0.25)
+            with contextlib.suppress(OSError), open(self._path, "rb") as file:
+                file.seek(offset)
+                fresh = file.read()
+                offset += len(fresh)
+                *lines, rest = (rest + fresh).split(b"\n")
+                for line in lines:
+                    self._pass(line)
+            if last:
+                if rest:
+                    self._pass(rest)
+                return
+            if self._limit and time.monotonic() - began > self._limit:
+                self.expired = True
+                kill_stages(force=True, log=self._path)
+
+    def _pass(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rsplit("\r", 1)[-1].rstrip()
+        self._lines += 1
+        if text and self._lines <= MAX_LINES:
+            self._say(text)
+        elif self._lines == MAX_LINES + 1:
+            self._say(f"more than {MAX_LINES} lines; the rest is in {self._path.relative_to(self._path.parents[2])}")
+
+    def close(self) -> None:
+        self._done.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(10)
