@@ -1,0 +1,155 @@
+"""The stage contract: outputs whole or absent, fingerprints, rejects, seeds, errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+
+from tasks import stage as stage_mod
+from tasks.files import atomic_dir, atomic_write, content_hash, derive_seed, replace_path
+from tasks.stage import Stage, StageConfig, StageSpec, fingerprint, run_stage_for_test, select, validate_config
+
+
+class Config(StageConfig):
+    count: int
+    rate: float = 0.5
+
+
+def module(run):
+    made = types.ModuleType("tasks.toy")
+    made.Config, made.run = Config, run
+    return made
+
+
+def write_one(stage: Stage) -> None:
+    (stage.out("data/toy") / "value.txt").write_text(str(stage.config.count))
+    stage.rows(values=1)
+    stage.metric(score={"a": 1.5})
+
+
+def test_outputs_have_a_manifest_with_hashes(tmp_path):
+    run_stage_for_test(module(write_one), {"count": 3}, outs=["data/toy"], tmp=tmp_path)
+    manifest = json.loads((tmp_path / "data/toy/manifest.json").read_text())
+    assert manifest["files"][0]["path"] == "value.txt" and manifest["rows"] == {"values": 1}
+    assert manifest["config"]["count"] == 3
+    assert json.loads((tmp_path / "metrics/toy.json").read_text()) == {"score": {"a": 1.5}}
+
+
+def test_two_runs_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        run_stage_for_test(module(write_one), {"count": 3}, outs=["data/toy"], tmp=tmp_path / name)
+    assert (tmp_path / "a/data/toy/manifest.json").read_bytes() == (tmp_path / "b/data/toy/manifest.json").read_bytes()
+
+
+def test_a_failing_stage_leaves_the_old_output_and_no_staging(tmp_path):
+    run_stage_for_test(module(write_one), {"count": 3}, outs=["data/toy"], tmp=tmp_path)
+
+    def fail(stage: Stage) -> None:
+        write_one(stage)
+        raise ValueError("half-way")
+
+    with pytest.raises(ValueError, match="half-way"):
+        run_stage_for_test(module(fail), {"count": 4}, outs=["data/toy"], tmp=tmp_path)
+    assert (tmp_path / "data/toy/value.txt").read_text() == "3"
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["toy"]
+
+
+def test_unknown_and_mistyped_keys_are_named_by_their_path():
+    spec = StageSpec("toy-small", (), (), ())
+    with pytest.raises(ValueError, match=r"toy\.small\.cuont: unknown key"):
+        validate_config(spec, {"toy": {"small": {"count": 1, "cuont": 2}}}, Config)
+    with pytest.raises(ValueError, match=r"toy\.small\.count.*found 'x'"):
+        validate_config(spec, {"toy": {"small": {"count": "x"}}}, Config)
+
+
+def test_undeclared_paths_are_refused(tmp_path):
+    def reads(stage: Stage) -> None:
+        stage.dep("data/other")
+
+    with pytest.raises(ValueError, match="does not list among its deps"):
+        run_stage_for_test(module(reads), {"count": 1}, outs=["data/toy"], tmp=tmp_path)
+
+
+def test_rejects_are_kept_counted_and_bounded(tmp_path):
+    def rejecting(stage: Stage) -> None:
+        stage.seen(100)
+        for i in range(stage.config.count):
+            stage.reject(f"record-{i}", "empty", "found nothing, expected text")
+
+    run_stage_for_test(module(rejecting), {"count": 5}, outs=["data/toy"], tmp=tmp_path)
+    lines = (tmp_path / "data/toy/rejects/part-00000.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and json.loads(lines[0])["reason"] == "empty"
+    with pytest.raises(ValueError, match="6 of 100 records"):
+        run_stage_for_test(module(rejecting), {"count": 6}, outs=["data/toy"], tmp=tmp_path)
+    assert len((tmp_path / "work/rejects/toy.jsonl").read_text().splitlines()) == 6
+
+
+def test_fingerprint_moves_with_params_and_content(tmp_path):
+    spec = StageSpec("toy", ("in.txt",), (), ())
+    (tmp_path / "in.txt").write_text("one")
+    first = fingerprint(spec, {"a": 1}, {"in.txt": content_hash(tmp_path / "in.txt")})
+    (tmp_path / "in.txt").write_text("two")
+    second = fingerprint(spec, {"a": 1}, {"in.txt": content_hash(tmp_path / "in.txt")})
+    assert len({first, second, fingerprint(spec, {"a": 2}, {"in.txt": "x"})}) == 3
+
+
+def test_a_resumed_series_equals_an_uninterrupted_one(tmp_path):
+    def until(last):
+        def run(stage: Stage) -> None:
+            stage.out("data/toy")
+            for step in range(0 if last == 3 else 2, last):
+                stage.log(step, loss=step * 0.1)
+            if last == 3:
+                raise KeyboardInterrupt
+
+        return run
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stage_for_test(module(until(3)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"])
+    run_stage_for_test(module(until(5)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"])
+    points = json.loads((tmp_path / "plots/toy.json").read_text())
+    assert [p["step"] for p in points] == [0, 1, 2, 3, 4]
+    assert points[2]["loss"] == pytest.approx(0.2)
+
+
+def test_select_takes_only_what_is_asked():
+    params = {"seed": 1, "pack": {"a": {"x": 1}, "b": {"x": 2}}}
+    assert select(params, ["seed", "pack.a"]) == {"seed": 1, "pack": {"a": {"x": 1}}}
+    with pytest.raises(ValueError, match="'pack.c'"):
+        select(params, ["pack.c"])
+
+
+def test_seeds_differ_by_item_and_are_stable():
+    assert derive_seed(0, "web", 1) == derive_seed(0, "web", 1)
+    assert len({derive_seed(s, n, i) for s in range(3) for n in "ab" for i in range(50)}) == 300
+    assert 0 <= derive_seed(7, "x") < 2**63
+
+
+def test_atomic_dir_replaces_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "out"
+    with atomic_dir(target) as staging:
+        (staging / "a").write_text("1")
+    with pytest.raises(RuntimeError), atomic_dir(target) as staging:
+        (staging / "a").write_text("2")
+        raise RuntimeError
+    assert (target / "a").read_text() == "1"
+    with atomic_dir(target) as staging:
+        (staging / "b").write_text("3")
+    assert [p.name for p in target.iterdir()] == ["b"]
+    atomic_write(tmp_path / "f.txt", "x")
+    replace_path(tmp_path / "f.txt", tmp_path / "g.txt")
+    assert not (tmp_path / "f.txt").exists() and (tmp_path / "g.txt").read_text() == "x"
+
+
+def test_an_absent_dependency_says_what_to_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run the stage that produces it"):
+        content_hash(tmp_path / "nothing")
+
+
+def test_a_module_that_is_no_stage_is_refused():
+    with pytest.raises(ValueError, match="no stage 'nosuch'"):
+        stage_mod.stage_module("nosuch")
+    with pytest.raises(ValueError, match="no Config and run"):
+        stage_mod.stage_module("files")
