@@ -97,7 +97,7 @@ def dump(params: dict, name: str) -> str:
             return True
 
     return HEADER.format(name=name) + yaml.dump(
-        params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
+        params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120
     )
 
 
