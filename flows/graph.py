@@ -7,6 +7,7 @@ Nothing here runs a stage. dvc.yaml is the only place where the graph is written
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ class Node:
 
     @property
     def group(self) -> str:
-        """The name that variants share: `pack` of `pack@pretrain`."""
-        return self.name.partition("@")[0]
+        """The name that variants share: `midtrain` of `midtrain-s2`, `evaluate` of `evaluate@sft`."""
+        return re.split("[@-]", self.name)[0]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,7 +82,9 @@ class Runner:
         self.root = root
         self.logs = root / "work" / "logs"
         self._slots = threading.Semaphore(slots)
-        self._env = dict(env or {})
+        # `python` in a stage's command is the interpreter that runs this, activated environment or not.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        self._env = {"PATH": path, **(env or {})}
         self._on_first = on_first
         self._once = threading.Lock()
         self._stopping = threading.Event()

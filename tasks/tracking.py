@@ -47,7 +47,7 @@ def tracking_uri() -> str | None:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         try:
-            path = Path(os.environ.get("DVC_ROOT", ".")) / "work" / "services.json"
+            path = Path(__file__).resolve().parent.parent / "work" / "services.json"
             uri = json.loads(path.read_text()).get("mlflow")
         except (OSError, ValueError, AttributeError):
             return None
