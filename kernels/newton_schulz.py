@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalisation of a batch of matrices: the inner step of Muon (Muon: Jordan et al. 2024; GLM-4.5 §2.4, GLM-5 §2.1).
+"""Newton-Schulz orthogonalisation of a batch of matrices: the inner step of Muon (Jordan et al. 2024; GLM-4.5 §2.4).
 
 The quintic iteration X <- a X + (b A + c A A) X with A = X X^T pushes every singular value of X towards one. Its
 coefficients trade exactness for speed: five steps leave singular values between about 0.7 and 1.2, which is what Muon wants.
