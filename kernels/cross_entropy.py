@@ -1,0 +1,184 @@
+"""Output head and cross entropy in one pass over chunks of rows; [N, V] logits never exist at once.
+
+For mean and sum the backward runs inside the forward (the gradient is linear in the one scalar that arrives later). Per-row losses
+and log-probabilities recompute their logits in the backward instead.
+
+Run its tests: `python -m pytest tests/kernels/test_cross_entropy.py`
+"""
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 20  # logits per chunk: 4 MB in fp32, about one core's share of the last-level cache
+
+
+def _rows_per_chunk(vocab: int, chunk: int | None) -> int:
+    return chunk or max(64, CHUNK_ELEMENTS // vocab)
+
+
+def _check(hidden_nh, weight_vh, targets_n):
+    if hidden_nh.dim() != 2 or weight_vh.dim() != 2 or hidden_nh.shape[1] != weight_vh.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden_nh.shape)} and weight {tuple(weight_vh.shape)} must be [N,H] and [V,H]")
+    if targets_n.shape != hidden_nh.shape[:1]:
+        raise ValueError(f"targets {tuple(targets_n.shape)} must be [N] with N = {hidden_nh.shape[0]}")
+
+
+def _logits(h_ch, weight_vh):
+    """At least fp32: bf16 sums over a vocabulary lose the loss's third digit."""
+    logits = h_ch @ weight_vh.T
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_nh, weight_vh, targets_n, ignore_index, mean, chunk):
+        n, vocab = hidden_nh.shape[0], weight_vh.shape[0]
+        need_h, need_w = ctx.needs_input_grad[:2]
+        acc = torch.promote_types(hidden_nh.dtype, torch.float32)
+        dhidden = torch.empty_like(hidden_nh) if need_h else None
+        dweight = torch.zeros(weight_vh.shape, dtype=acc, device=weight_vh.device) if need_w else None
+        valid_n = targets_n != ignore_index
+        safe_n1 = torch.where(valid_n, targets_n, 0).unsqueeze(1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_nh.device)
+        for a in range(0, n, chunk):
+            h, target, keep = hidden_nh[a : a + chunk], safe_n1[a : a + chunk], valid_n[a : a + chunk]
+            logits = _logits(h, weight_vh)
+            lse_c1 = logits.logsumexp(1, keepdim=True)
+            rows = (lse_c1 - logits.gather(1, target)).squeeze(1)
+            loss_sum += torch.where(keep, rows, 0).double().sum()
+            if not (need_h or need_w):
+                continue
+            grad = logits.sub_(lse_c1).exp_()
+            grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+            if not keep.all():
+                grad.mul_(keep.unsqueeze(1))
+            grad = grad.to(hidden_nh.dtype)
+            if need_h:
+                torch.mm(grad, weight_vh, out=dhidden[a : a + chunk])
+            if need_w:
+                dweight.addmm_(grad.T.to(acc), h.to(acc))
+        count = valid_n.sum().clamp(min=1) if mean else 1
+        ctx.scale = 1.0 / float(count)
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.weight_dtype = weight_vh.dtype
+        return (loss_sum / count).to(acc)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dhidden, dweight = ctx.saved_tensors
+        scale = dloss * ctx.scale
+        return (
+            None if dhidden is None else dhidden * scale.to(dhidden.dtype),
+            None if dweight is None else (dweight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """log softmax(hidden @ weight.T / temperature)[target] per row; rows with a negative target give 0."""
+
+    @staticmethod
+    def forward(ctx, hidden_nh, weight_vh, targets_n, temperature, chunk):
+        n = hidden_nh.shape[0]
+        acc = torch.promote_types(hidden_nh.dtype, torch.float32)
+        logp_n = torch.empty(n, dtype=acc, device=hidden_nh.device)
+        lse_n1 = torch.empty(n, 1, dtype=acc, device=hidden_nh.device)
+        valid_n = targets_n >= 0
+        safe_n1 = targets_n.clamp(min=0).unsqueeze(1)
+        for a in range(0, n, chunk):
+            logits = _logits(hidden_nh[a : a + chunk], weight_vh)
+            if temperature != 1.0:
+                logits.div_(temperature)
+            lse = logits.logsumexp(1, keepdim=True)
+            lse_n1[a : a + chunk] = lse
+            logp_n[a : a + chunk] = (logits.gather(1, safe_n1[a : a + chunk]) - lse).squeeze(1)
+        ctx.save_for_backward(hidden_nh, weight_vh, safe_n1, valid_n, lse_n1)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return torch.where(valid_n, logp_n, 0)
+
+    @staticmethod
+    def backward(ctx, dlogp_n):
+        hidden_nh, weight_vh, safe_n1, valid_n, lse_n1 = ctx.saved_tensors
+        n, chunk, acc = hidden_nh.shape[0], ctx.chunk, lse_n1.dtype
+        need_h, need_w = ctx.needs_input_grad[:2]
+        dhidden = torch.zeros_like(hidden_nh) if need_h else None
+        dweight = torch.zeros(weight_vh.shape, dtype=acc, device=weight_vh.device) if need_w else None
+        scale_n1 = (torch.where(valid_n, dlogp_n, 0) / ctx.temperature).unsqueeze(1)
+        for a in range(0, n, chunk):
+            scale = scale_n1[a : a + chunk]
+            h, target = hidden_nh[a : a + chunk], safe_n1[a : a + chunk]
+            logits = _logits(h, weight_vh)
+            if ctx.temperature != 1.0:
+                logits.div_(ctx.temperature)
+            grad = logits.sub_(lse_n1[a : a + chunk]).exp_().mul_(-scale)
+            grad.scatter_add_(1, target, scale)
+            if need_h:
+                torch.mm(grad.to(hidden_nh.dtype), weight_vh, out=dhidden[a : a + chunk])
+            if need_w:
+                dweight.addmm_(grad.T, h.to(acc))
+        return dhidden, None if dweight is None else dweight.to(weight_vh.dtype), None, None, None
+
+
+def linear_cross_entropy(
+    hidden_nh: torch.Tensor,
+    weight_vh: torch.Tensor,
+    targets_n: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Cross entropy (nats) of softmax(hidden @ weight.T) against targets int64 [N].
+
+    hidden [N,H], weight [V,H]; reduction mean (over targets != ignore_index; 0 when there are none), sum, or none ([N], 0 where
+    ignored). `chunk` is rows per chunk. Statistics are fp32 (fp64 for fp64 input).
+    """
+    _check(hidden_nh, weight_vh, targets_n)
+    chunk = _rows_per_chunk(weight_vh.shape[0], chunk)
+    if reduction == "none":
+        safe_n = torch.where(targets_n == ignore_index, -1, targets_n)
+        return -_LinearLogProbs.apply(hidden_nh, weight_vh, safe_n, 1.0, chunk)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    return _LinearCrossEntropy.apply(hidden_nh, weight_vh, targets_n, ignore_index, reduction == "mean", chunk)
+
+
+def linear_logprobs(
+    hidden_nh: torch.Tensor,
+    weight_vh: torch.Tensor,
+    targets_n: torch.Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """log softmax(hidden @ weight.T / temperature) at targets int64 [N] -> [N], differentiable; negative targets give 0."""
+    _check(hidden_nh, weight_vh, targets_n)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return _LinearLogProbs.apply(
+        hidden_nh, weight_vh, targets_n, float(temperature), _rows_per_chunk(weight_vh.shape[0], chunk)
+    )
+
+
+@torch.no_grad()
+def linear_logprobs_entropy(
+    hidden_nh: torch.Tensor,
+    weight_vh: torch.Tensor,
+    targets_n: torch.Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As linear_logprobs without gradient, plus the entropy (nats) of each row's distribution: (logp [N], entropy [N])."""
+    _check(hidden_nh, weight_vh, targets_n)
+    chunk = _rows_per_chunk(weight_vh.shape[0], chunk)
+    logp, entropy = [], []
+    for a in range(0, hidden_nh.shape[0], chunk):
+        target = targets_n[a : a + chunk]
+        logq = (_logits(hidden_nh[a : a + chunk], weight_vh) / temperature).log_softmax(1)
+        picked = logq.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+        logp.append(torch.where(target >= 0, picked, 0))
+        entropy.append(-(logq.exp() * logq).sum(1))
+    if not logp:
+        empty = hidden_nh.new_zeros(0)
+        return empty, empty.clone()
+    return torch.cat(logp), torch.cat(entropy)

@@ -1,0 +1,133 @@
+"""Gated MLPs: one SwiGLU, and many of them over tokens sorted by expert, with hand-written backwards.
+
+Both save the gate/up product only and recompute the activation, which is cheaper on a CPU than storing and reading it.
+
+Run its tests: `python -m pytest tests/kernels/test_experts.py`
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def experts_reference(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
+    """Loop over experts in plain torch, differentiable: y_n = sum_k weight_nk * down_e(silu(gate_e x) * up_e x), e = index_nk."""
+    out_nh = torch.zeros_like(x_nh)
+    for e in range(gate_up_emh.shape[0]):
+        token, slot = (index_nk == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x_nh[token], gate_up_emh[e]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, down_ehm[e]) * weight_nk[token, slot, None]
+        out_nh = out_nh.index_add(0, token, y.to(out_nh.dtype))
+    return out_nh
+
+
+def _act_backward(gate, up, dact):
+    """Gradient of silu(gate) * up written as one [rows, 2m] tensor, gate half first; also returns nothing else to save memory."""
+    m = gate.shape[1]
+    dgu = torch.empty(gate.shape[0], 2 * m, dtype=gate.dtype, device=gate.device)
+    torch.mul(dact, F.silu(gate), out=dgu[:, m:])
+    dgu[:, :m] = torch.ops.aten.silu_backward(dact * up, gate)
+    return dgu
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_nh, gate_mh, up_mh, down_hm):
+        gate_up_2mh = torch.cat([gate_mh, up_mh])
+        gu_n2m = x_nh @ gate_up_2mh.T
+        m = gate_mh.shape[0]
+        act_nm = F.silu(gu_n2m[:, :m]).mul_(gu_n2m[:, m:])
+        ctx.save_for_backward(x_nh, gate_up_2mh, down_hm, gu_n2m)
+        return act_nm @ down_hm.T
+
+    @staticmethod
+    def backward(ctx, dy_nh):
+        x_nh, gate_up_2mh, down_hm, gu_n2m = ctx.saved_tensors
+        m = down_hm.shape[1]
+        gate, up = gu_n2m[:, :m], gu_n2m[:, m:]
+        dgu_n2m = _act_backward(gate, up, dy_nh @ down_hm)
+        dx = dgu_n2m @ gate_up_2mh if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None
+        ddown = dy_nh.T @ F.silu(gate).mul_(up)
+        dgate_up = dgu_n2m.T @ x_nh
+        return dx, dgate_up[:m], dgate_up[m:], ddown
+
+
+def swiglu(x_nh: torch.Tensor, gate_mh: torch.Tensor, up_mh: torch.Tensor, down_hm: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate x) * up x) for x [N,H], gate/up [m,H], down [H,m] -> [N,H]; gate and up in one matrix product."""
+    return _SwiGlu.apply(x_nh, gate_mh, up_mh, down_hm)
+
+
+class _GroupedSwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
+        n, k = index_nk.shape
+        num_experts, m2, h = gate_up_emh.shape
+        m = m2 // 2
+        flat_r = index_nk.reshape(-1)
+        order_r = flat_r.argsort(stable=True)
+        bounds = [0, *torch.bincount(flat_r, minlength=num_experts).cumsum(0).tolist()]
+        token_r = order_r.div(k, rounding_mode="floor")
+        xs_rh = x_nh.index_select(0, token_r)
+        ws_r1 = weight_nk.reshape(-1).index_select(0, order_r).unsqueeze(1).to(x_nh.dtype)
+        gu_r2m = torch.empty(n * k, m2, dtype=x_nh.dtype, device=x_nh.device)
+        ys_rh = torch.empty(n * k, h, dtype=x_nh.dtype, device=x_nh.device)
+        for e in range(num_experts):
+            a, b = bounds[e], bounds[e + 1]
+            if a == b:
+                continue
+            gu = gu_r2m[a:b]
+            torch.mm(xs_rh[a:b], gate_up_emh[e].T, out=gu)
+            # The routing weight scales the m-wide activation, not the H-wide output: same value, less traffic.
+            act = F.silu(gu[:, :m]).mul_(gu[:, m:]).mul_(ws_r1[a:b])
+            torch.mm(act, down_ehm[e].T, out=ys_rh[a:b])
+        inverse_r = torch.empty_like(order_r)
+        inverse_r[order_r] = torch.arange(n * k, device=order_r.device)
+        ctx.save_for_backward(x_nh, gate_up_emh, down_ehm, gu_r2m, ws_r1, token_r, inverse_r)
+        ctx.bounds, ctx.shape = bounds, (n, k)
+        return ys_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
+
+    @staticmethod
+    def backward(ctx, dy_nh):
+        x_nh, gate_up_emh, down_ehm, gu_r2m, ws_r1, token_r, inverse_r = ctx.saved_tensors
+        bounds, (n, k) = ctx.bounds, ctx.shape
+        num_experts, m2, h = gate_up_emh.shape
+        m = m2 // 2
+        need_w = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dys_rh = dy_nh.index_select(0, token_r)
+        xs_rh = x_nh.index_select(0, token_r) if need_w else None
+        dxs_rh = torch.empty(n * k, h, dtype=x_nh.dtype, device=x_nh.device)
+        dws_r = torch.empty(n * k, dtype=x_nh.dtype, device=x_nh.device)
+        dgate_up = torch.empty_like(gate_up_emh) if need_w else None
+        ddown = torch.empty_like(down_ehm) if need_w else None
+        for e in range(num_experts):
+            a, b = bounds[e], bounds[e + 1]
+            if a == b:
+                if need_w:
+                    dgate_up[e].zero_()
+                    ddown[e].zero_()
+                continue
+            gate, up, dys = gu_r2m[a:b, :m], gu_r2m[a:b, m:], dys_rh[a:b]
+            silu = F.silu(gate)
+            act = silu * up
+            dact = dys @ down_ehm[e]  # gradient of the weighted activation
+            torch.sum(dact * act, dim=1, out=dws_r[a:b])
+            dact.mul_(ws_r1[a:b])
+            dgu = torch.empty(b - a, m2, dtype=x_nh.dtype, device=x_nh.device)
+            torch.mul(dact, silu, out=dgu[:, m:])
+            dgu[:, :m] = torch.ops.aten.silu_backward(dact.mul_(up), gate)
+            torch.mm(dgu, gate_up_emh[e], out=dxs_rh[a:b])
+            if need_w:
+                torch.mm(dys.T, act.mul_(ws_r1[a:b]), out=ddown[e])
+                torch.mm(dgu.T, xs_rh[a:b], out=dgate_up[e])
+        dx_nh = dxs_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
+        dweight_nk = dws_r.index_select(0, inverse_r).view(n, k)
+        return dx_nh, dgate_up, ddown, None, dweight_nk
+
+
+def grouped_experts(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk) -> torch.Tensor:
+    """Routed experts over sorted slices: x [N,H], gate_up [E,2m,H], down [E,H,m], index int64 [N,k], weight [N,k] -> [N,H].
+
+    Differentiable in x, both expert tensors and the routing weights. Experts without tokens get zero gradients.
+    """
+    return _GroupedSwiGlu.apply(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk)

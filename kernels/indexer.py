@@ -1,0 +1,88 @@
+"""The lightning indexer's arithmetic: scores, causal top-k selection in row chunks, and its KL training loss (notes B.1-B.3).
+
+Run its tests: `python -m pytest tests/kernels/test_indexer.py`
+"""
+
+import torch
+
+from kernels.topk import topk_mask
+
+ROW_CHUNK = 256
+
+
+def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def index_scores(q_bqnd: torch.Tensor, k_btd: torch.Tensor, w_bqn: torch.Tensor) -> torch.Tensor:
+    """I_ts = sum_j w_tj * ReLU(q_tj . k_s), without a causal mask; fp32 (fp64 for fp64 input) [B,Q,T].
+
+    q [B,Q,n_I,d_I], k [B,T,d_I] (one shared key head), w [B,Q,n_I] already times n_I^-0.5 * d_I^-0.5. Differentiable.
+    """
+    q, kt, w = _at_least_fp32(q_bqnd), _at_least_fp32(k_btd).transpose(1, 2), _at_least_fp32(w_bqn)
+    heads = q.shape[2]
+    if torch.is_grad_enabled() and (q.requires_grad or kt.requires_grad or w.requires_grad):
+        b, rows, _, d = q.shape
+        dots = (q.reshape(b, rows * heads, d) @ kt).view(b, rows, heads, -1)
+        return (torch.relu(dots) * w.unsqueeze(-1)).sum(2)
+    total_bqt = None
+    for j in range(heads):  # one head at a time keeps the working set in cache
+        part = torch.bmm(q[:, :, j], kt).relu_()
+        if total_bqt is None:
+            total_bqt = part.mul_(w[:, :, j, None])
+        else:
+            total_bqt.addcmul_(part, w[:, :, j, None])
+    return total_bqt
+
+
+def causal_mask(start: int, stop: int, size: int, device=None) -> torch.Tensor:
+    """True where key s <= query t, for query rows [start, stop) and keys [0, size)."""
+    rows = torch.arange(start, stop, device=device)
+    return torch.arange(size, device=device) <= rows[:, None]
+
+
+@torch.no_grad()
+def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> list[torch.Tensor]:
+    """DSA selection for every query of a sequence, in chunks of rows: list of bool [B, rows, stop].
+
+    Chunk c covers query rows [c*row_chunk, stop) and keys [0, stop). Row t has min(topk, t+1) True entries: the largest scores among
+    s <= t, ties to the lower index. Peak extra memory is one chunk's scores, never [S, n_I, S].
+    """
+    size = q_bsnd.shape[1]
+    masks = []
+    for start in range(0, size, row_chunk):
+        stop = min(start + row_chunk, size)
+        causal = causal_mask(start, stop, stop, q_bsnd.device)
+        if stop <= topk:
+            masks.append(causal.expand(q_bsnd.shape[0], -1, -1))
+            continue
+        scores = index_scores(q_bsnd[:, start:stop], k_bsd[:, :stop], w_bsn[:, start:stop])
+        scores.masked_fill_(~causal, float("-inf"))
+        mask = topk_mask(scores, topk)
+        masks.append(mask.logical_and_(causal) if start < topk else mask)
+    return masks
+
+
+def index_kl(scores_brt: torch.Tensor, target_brt: torch.Tensor, allowed_brt: torch.Tensor) -> torch.Tensor:
+    """KL(p || softmax(I)) per row over the allowed keys (notes B.3): [B,R] in nats.
+
+    scores: indexer logits with gradient. target: non-negative weights, zero outside `allowed`; L1-normalised here, taken as constant.
+    """
+    p = target_brt.detach()
+    p = p / p.sum(-1, keepdim=True).clamp(min=1e-10)
+    logq = scores_brt.masked_fill(~allowed_brt, float("-inf")).log_softmax(-1)
+    return (p * (p.clamp(min=1e-10).log() - logq.masked_fill(~allowed_brt, 0.0))).sum(-1)
+
+
+@torch.no_grad()
+def attention_mass(q_brhd: torch.Tensor, k_bthd: torch.Tensor, allowed_brt: torch.Tensor, scale: float) -> torch.Tensor:
+    """Main attention probabilities of chosen query rows, summed over heads: the indexer's target p before normalisation [B,R,T].
+
+    q [B,R,H,d], k [B,T,H,d]; softmax over the allowed keys only, which renormalises on the selected set in the sparse stage.
+    """
+    bias = torch.zeros(allowed_brt.shape, dtype=torch.float32, device=q_brhd.device).masked_fill_(~allowed_brt, float("-inf"))
+    mass = None
+    for h in range(q_brhd.shape[2]):
+        probs = torch.baddbmm(bias, q_brhd[:, :, h].float(), k_bthd[:, :, h].float().transpose(1, 2), alpha=scale).softmax(-1)
+        mass = probs if mass is None else mass.add_(probs)
+    return mass

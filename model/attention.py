@@ -1,0 +1,144 @@
+"""Multi-head latent attention with DSA (notes A.2, B): dense or sparse forward, the indexer's loss, and the parts decoding reuses.
+
+Run its tests: `python -m pytest tests/model/test_attention.py`
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels.indexer import attention_mass, index_kl
+from kernels.norms import rms_norm
+from kernels.rope import apply_rope
+from kernels.sparse_attention import dense_attention, masked_attention
+from model.config import ModelConfig
+from model.indexer import Indexer
+
+LATENT_NORM_EPS = 1e-6  # transformers builds the two latent norms with the class default, not rms_norm_eps
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLA(nn.Module):
+    """MLA in MHA mode for training and prefill; `absorbed_weights` gives what MQA-mode decoding needs.
+
+    Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), indexer key (indexer.keys).
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.heads, self.nope, self.rope, self.v_dim = (
+            cfg.num_attention_heads,
+            cfg.qk_nope_head_dim,
+            cfg.qk_rope_head_dim,
+            cfg.v_head_dim,
+        )
+        self.q_lora, self.kv_lora, self.topk = cfg.q_lora_rank, cfg.kv_lora_rank, cfg.index_topk
+        self.softmax_scale = cfg.qk_head_dim**-0.5
+        self.q_a_proj = nn.Linear(cfg.hidden_size, self.q_lora, bias=False)
+        self.q_a_layernorm = RMSNorm(self.q_lora, LATENT_NORM_EPS)
+        self.q_b_proj = nn.Linear(self.q_lora, self.heads * cfg.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(cfg.hidden_size, self.kv_lora + self.rope, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(self.kv_lora, self.heads * (self.nope + self.v_dim), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.v_dim, cfg.hidden_size, bias=False)
+        self.indexer = Indexer(cfg)
+
+    # ---- parts, shared with decoding
+
+    def project_q_latent(self, x_bsh: torch.Tensor) -> torch.Tensor:
+        """c_q [B,S,q_lora]: the normalised q latent, which the indexer reads too."""
+        return self.q_a_layernorm(self.q_a_proj(x_bsh))
+
+    def project_q(self, c_q_bsr: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_nope [B,S,H,nope], q_rope [B,S,H,rope] rotated) from c_q."""
+        q = self.q_b_proj(c_q_bsr).unflatten(-1, (self.heads, self.nope + self.rope))
+        return q[..., : self.nope], apply_rope(q[..., self.nope :], cis_bsr)
+
+    def project_kv_latent(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(c_kv [B,S,kv_lora] normalised, k_rope [B,S,rope] rotated, one head for all): the cacheable latents."""
+        kv = self.kv_a_proj_with_mqa(x_bsh)
+        return self.kv_a_layernorm(kv[..., : self.kv_lora]), apply_rope(kv[..., self.kv_lora :], cis_bsr)
+
+    def expand_kv(self, c_kv_btr: torch.Tensor, k_rope_btr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k [B,T,H,nope+rope], v [B,T,H,v]) in MHA mode; rows of kv_b_proj are packed per head, nope then v."""
+        kv = self.kv_b_proj(c_kv_btr).unflatten(-1, (self.heads, self.nope + self.v_dim))
+        k_rope = k_rope_btr.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        return torch.cat([kv[..., : self.nope], k_rope], dim=-1), kv[..., self.nope :]
+
+    def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(W_UK [H,nope,kv_lora], W_UV [H,v,kv_lora]) views: q_latent = q_nope @ W_UK, out = latent @ W_UV^T (MQA mode)."""
+        w = self.kv_b_proj.weight.view(self.heads, self.nope + self.v_dim, self.kv_lora)
+        return w[:, : self.nope], w[:, self.nope :]
+
+    def output(self, o_bshv: torch.Tensor) -> torch.Tensor:
+        """o_proj over concatenated heads: [B,S,H,v] -> [B,S,hidden]."""
+        return self.o_proj(o_bshv.flatten(-2))
+
+    # ---- whole sequences
+
+    def forward(
+        self,
+        x_bsh: torch.Tensor,
+        cis_bsr: torch.Tensor,
+        *,
+        attention: str = "sparse",
+        rows_br: torch.Tensor | None = None,
+        row_weight_br: torch.Tensor | None = None,
+        index_only: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output [B,S,hidden], indexer loss or None). x is the normalised layer input.
+
+        attention "dense" or "sparse"; rows int64 [B,R] are the query rows the KL loss looks at, row_weight [B,R] their weights (0 for
+        padding). index_only: everything but the indexer loss runs without gradient.
+        """
+        size = x_bsh.shape[1]
+        sparse = attention == "sparse" and size > self.topk
+        with torch.no_grad() if index_only else nullcontext():
+            both = F.linear(x_bsh, torch.cat([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]))
+            c_q = self.q_a_layernorm(both[..., : self.q_lora])
+            c_kv = self.kv_a_layernorm(both[..., self.q_lora : self.q_lora + self.kv_lora])
+            k_rope = apply_rope(both[..., self.q_lora + self.kv_lora :], cis_bsr)
+            q_nope, q_rope = self.project_q(c_q, cis_bsr)
+            q_bshd = torch.cat([q_nope, q_rope], dim=-1)
+            k_bthd, v_bthv = self.expand_kv(c_kv, k_rope)
+            q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bthd, v_bthv))
+            masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr) if sparse else None
+            if sparse:
+                o_bhsv = masked_attention(q, k, v, masks, self.softmax_scale)
+            else:
+                o_bhsv = dense_attention(q, k, v, self.softmax_scale)
+            out_bsh = self.output(o_bhsv.transpose(1, 2))
+        loss = None
+        if rows_br is not None:
+            loss = self._index_loss(x_bsh.detach(), c_q.detach(), cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br)
+        return out_bsh, loss
+
+    def _index_loss(self, x_bsh, c_q_bsr, cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br) -> torch.Tensor:
+        """KL(p || softmax(I)) averaged over the given rows; the key set is all s <= t (masks None) or the row's selection."""
+        batch, size = x_bsh.shape[:2]
+        pick = torch.arange(batch, device=rows_br.device)[:, None]
+        if masks is None:
+            allowed_brt = torch.arange(size, device=rows_br.device) <= rows_br[..., None]
+        else:
+            chunk = masks[0].shape[1]
+            allowed_brt = torch.zeros(*rows_br.shape, size, dtype=torch.bool, device=rows_br.device)
+            for c, mask in enumerate(masks):
+                b, r = (rows_br // chunk == c).nonzero(as_tuple=True)
+                allowed_brt[b, r, : mask.shape[2]] = mask[b, rows_br[b, r] - c * chunk]
+        cis_rows = cis_bsr.expand(batch, -1, -1)[pick, rows_br]
+        with torch.enable_grad():
+            scores = self.indexer.scores(c_q_bsr[pick, rows_br], x_bsh[pick, rows_br], cis_rows, self.indexer.keys(x_bsh, cis_bsr))
+            mass = attention_mass(q_bshd.detach()[pick, rows_br], k_bthd.detach(), allowed_brt, self.softmax_scale)
+            kl_br = index_kl(scores, mass, allowed_brt)
+            return (kl_br * row_weight_br).sum() / row_weight_br.sum().clamp(min=1)

@@ -1,0 +1,156 @@
+"""Checkpoints as Hugging Face directories (model_type glm_moe_dsa): safetensors and JSON only, names and layout exactly transformers'.
+
+In memory the routed experts are stacked; on disk they are separate (mlp.experts.N.gate_proj.weight ...). The MTP layer is stored as
+model.layers.{num_hidden_layers}.*, which transformers ignores.
+
+Run its tests: `python -m pytest tests/model/test_checkpoint.py`
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from model.config import ModelConfig
+from model.transformer import GlmMoeDsa
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MAX_SHARD_BYTES = 5 * 10**9
+# transformers keeps these in fp32 whatever the model's dtype: the router decides in fp32.
+FP32_SUFFIXES = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "indexer.weights_proj.weight")
+
+
+def disk_tensors(model: GlmMoeDsa) -> dict[str, torch.Tensor]:
+    """The model's tensors under their on-disk names; experts unfused as views."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        prefix, _, last = name.rpartition(".")
+        if name == "lm_head.weight" and model.cfg.tie_word_embeddings:
+            continue
+        if prefix.endswith("mlp.experts"):
+            for e in range(tensor.shape[0]):
+                if last == "gate_up_proj":
+                    gate, up = tensor[e].chunk(2)
+                    tensors[f"{prefix}.{e}.gate_proj.weight"], tensors[f"{prefix}.{e}.up_proj.weight"] = gate, up
+                else:
+                    tensors[f"{prefix}.{e}.down_proj.weight"] = tensor[e]
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: dict[str, torch.Tensor], limit: int) -> list[list[str]]:
+    shards, size = [[]], 0
+    for name in sorted(tensors):
+        bytes_ = tensors[name].numel() * tensors[name].element_size()
+        if shards[-1] and size + bytes_ > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    return shards
+
+
+def save_checkpoint(
+    model: GlmMoeDsa,
+    directory: Path | str,
+    tokenizer_dir: Path | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config.json, generation_config.json, model.safetensors (several with an index above max_shard_bytes) and tokenizer files."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = disk_tensors(model)
+    dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", {**model.cfg.to_hf(), "dtype": dtype})
+    generation = {"eos_token_id": list(model.cfg.eos_token_ids) or None, "pad_token_id": model.cfg.pad_token_id}
+    _write_json(
+        directory / "generation_config.json",
+        {"do_sample": True, "temperature": 1.0, **{k: v for k, v in generation.items() if v is not None}},
+    )
+    shards = _shards(tensors, max_shard_bytes)
+    weight_map = {}
+    for i, names in enumerate(shards, 1):
+        filename = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: tensors[n].contiguous().clone() for n in names}, directory / filename, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, filename))
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    if tokenizer_dir is not None:
+        for filename in TOKENIZER_FILES:
+            if (Path(tokenizer_dir) / filename).exists():
+                shutil.copyfile(Path(tokenizer_dir) / filename, directory / filename)
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [directory / name for name in names]
+    return [directory / "model.safetensors"]
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """The ModelConfig of a checkpoint directory. ValueError when it is not one."""
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{directory} is not a checkpoint: it has no config.json")
+    return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+
+
+@torch.no_grad()
+def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
+    """Fill a model's tensors in place from a checkpoint. ValueError lists missing, unexpected or wrongly shaped names.
+
+    A checkpoint without an MTP layer (as transformers saves one) fits only a model with num_nextn_predict_layers 0.
+    """
+    targets = disk_tensors(model)
+    missing, unexpected, wrong = set(targets), [], []
+    for path in _files(Path(directory)):
+        if not path.exists():
+            raise ValueError(f"checkpoint file {path.name} is missing in {path.parent}")
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                if name not in targets:
+                    unexpected.append(name)
+                    continue
+                tensor = file.get_tensor(name)
+                if tensor.shape != targets[name].shape:
+                    wrong.append(f"{name}: {tuple(tensor.shape)} in the file, {tuple(targets[name].shape)} in the model")
+                    continue
+                targets[name].copy_(tensor)
+                missing.discard(name)
+    problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
+    problems += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+    problems += [f"wrong shape: {'; '.join(wrong)}"] if wrong else []
+    if problems:
+        raise ValueError(f"checkpoint {directory} does not fit the model. " + ". ".join(problems))
+
+
+def load_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -> GlmMoeDsa:
+    """The model of a checkpoint directory, in `dtype` (router and indexer head weights stay fp32). Strict, see load_weights.
+
+    num_nextn_predict_layers in config.json is trusted only as far as the weights go: a checkpoint that transformers re-saved has lost
+    its MTP layer and loads as a model without one when config.json says so.
+    """
+    cfg = load_config(directory)
+    with torch.device("meta"):
+        model = GlmMoeDsa(cfg)
+    model.to(dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(FP32_SUFFIXES):
+            tensor.data = tensor.data.float()
+    model.to_empty(device="cpu")
+    if cfg.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    load_weights(model, directory)
+    return model
