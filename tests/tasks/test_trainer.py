@@ -1,0 +1,179 @@
+"""The loop: resume is exact, accumulation is exact, a non-finite loss stops with its batch kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from model.muon import OptimConfig, build_optimizer
+from tasks.trainer import LoopSettings, NonFiniteError, Trainer, batch_count, split_batch
+
+VOCAB, STEPS = 20, 12
+
+
+class Tiny(nn.Module):
+    """A bigram-like model with a router whose bias the loop must update."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cfg = SimpleNamespace()
+        self.embed_tokens = nn.Embedding(VOCAB, 16)
+        self.up = nn.Linear(16, 24)
+        self.lm_head = nn.Linear(24, VOCAB, bias=False)
+        self.register_buffer("bias", torch.zeros(4))
+
+    def update_router_bias(self, counts, rate):
+        self.bias += rate * torch.sign(counts[0].float().mean() - counts[0])
+
+
+class FakeStage:
+    """Scratch and logs of a stage in a test's directory."""
+
+    def __init__(self, path):
+        self.scratch, self.points, self.lines = path, {}, []
+
+    def log(self, step, **values):
+        self.points.setdefault(step, {}).update(values)
+
+    def print(self, message):
+        self.lines.append(message)
+
+    def timing(self, **seconds):
+        self.lines.append(str(seconds))
+
+
+class Killed(Exception):
+    pass
+
+
+def objective(model, batch, step):
+    hidden = torch.tanh(model.up(model.embed_tokens(batch["input_ids_bs"])))
+    loss = nn.functional.cross_entropy(
+        model.lm_head(hidden).flatten(0, 1), batch["targets_bs"].flatten(), ignore_index=-100
+    )
+    counts = torch.bincount(batch["input_ids_bs"].flatten() % 4, minlength=4)
+    return loss, {"router_counts": [counts], "twice": 2 * loss.detach()}
+
+
+def batches(step, micro_rows=2):
+    generator = torch.Generator().manual_seed(step)
+    ids = (torch.randint(VOCAB, (4, 1), generator=generator) + torch.arange(9)) % VOCAB
+    targets = ids[:, 1:].clone()
+    targets[0, 3:] = -100
+    return split_batch({"input_ids_bs": ids[:, :-1], "targets_bs": targets}, micro_rows)
+
+
+def make(path, kill_at=None, objective=objective, batches=batches, **settings):
+    path.mkdir(exist_ok=True)
+    model = Tiny()
+
+    def draw(step):
+        if step == kill_at:
+            raise Killed
+        return batches(step)
+
+    return Trainer(
+        FakeStage(path),
+        model,
+        build_optimizer(model, OptimConfig(lr_matrix=1e-2)),
+        objective,
+        draw,
+        steps=STEPS,
+        lr_factor=lambda step: 1 - step / STEPS,
+        settings=LoopSettings(**{"checkpoint_every": 4, "log_every": 1, **settings}),
+        evaluate=lambda model, step: {"val/bits_per_byte": float(model.bias.sum())},
+    )
+
+
+def test_it_learns_and_logs(tmp_path):
+    trainer = make(tmp_path / "a", eval_every=6)
+    result = trainer.run()
+    points = trainer.stage.points
+    assert sorted(points) == list(range(1, STEPS + 1))
+    assert points[STEPS]["loss"] < points[1]["loss"]
+    assert points[1]["twice"] == pytest.approx(2 * points[1]["loss"], rel=1e-5)
+    assert points[3]["lr_factor"] == pytest.approx(1 - 2 / STEPS) and points[2]["tokens"] == 64
+    assert "val/bits_per_byte" in points[6] and result["val/bits_per_byte"] == points[STEPS]["val/bits_per_byte"]
+    assert trainer.model.bias.abs().sum() > 0 and points[1]["router_max_load"] >= 1
+    assert any("adamw" in line and "lm_head" in line for line in trainer.stage.lines), "start-up prints the owners"
+
+
+@pytest.mark.parametrize("kill_at", [2, 4, 7, 11])
+def test_killed_run_resumes_to_identical_weights_and_curves(tmp_path, kill_at):
+    whole = make(tmp_path / "whole")
+    whole.run()
+    with pytest.raises(Killed):
+        make(tmp_path / "cut", kill_at=kill_at).run()
+    again = make(tmp_path / "cut")
+    again.run()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    a, b = whole.optimizer.state_tensors(), again.optimizer.state_tensors()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    resumed_at = kill_at // 4 * 4
+    assert {s: whole.stage.points[s] for s in range(resumed_at + 1, STEPS + 1)} == again.stage.points
+    assert again.counters == whole.counters
+
+
+def test_finished_run_is_not_trained_again(tmp_path):
+    first = make(tmp_path / "a")
+    first.run()
+    second = make(tmp_path / "a", kill_at=0)
+    assert second.run() == first.last_eval
+    assert all(torch.equal(v, second.model.state_dict()[k]) for k, v in first.model.state_dict().items())
+
+
+def test_accumulation_equals_one_big_batch(tmp_path):
+    small = make(tmp_path / "small", batches=lambda step: batches(step, micro_rows=1))
+    big = make(tmp_path / "big", batches=lambda step: batches(step, micro_rows=4))
+    small.run()
+    big.run()
+    assert small.stage.points[1]["loss"] == pytest.approx(big.stage.points[1]["loss"], rel=1e-6)
+    assert small.stage.points[1]["grad_norm"] == pytest.approx(big.stage.points[1]["grad_norm"], rel=1e-5)
+    assert small.stage.points[STEPS]["loss"] == pytest.approx(big.stage.points[STEPS]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+def test_not_finite_stops_names_the_step_and_keeps_the_batch(tmp_path, where):
+    def bad(model, batch, step):
+        loss, logs = objective(model, batch, step)
+        if step == 5:
+            # sqrt at zero: the value is finite, its gradient is not.
+            loss = loss * float("nan") if where == "loss" else loss + (model.up.weight * 0).sum().sqrt()
+        return loss, logs
+
+    trainer = make(tmp_path / "a", objective=bad)
+    with pytest.raises(NonFiniteError, match=f"step 5: {where}") as error:
+        trainer.run()
+    kept = trainer.stage.scratch / "bad-batch-step-00000005.safetensors"
+    assert str(kept) in str(error.value)
+    assert torch.equal(load_file(kept)["0.input_ids_bs"], batches(5)[0]["input_ids_bs"])
+
+
+def test_clipping_bounds_the_gradient(tmp_path):
+    trainer = make(tmp_path / "a", grad_clip=1e-6)
+    seen = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (
+        seen.append(
+            torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
+        ),
+        step(),
+    )
+    trainer.run()
+    assert max(seen) <= 1.01e-6 and trainer.stage.points[1]["grad_norm"] > 1e-3
+
+
+def test_batch_weight():
+    assert batch_count({"targets_bs": torch.tensor([[1, -100, 3]])}) == 2
+    assert batch_count({"targets_bs": torch.tensor([[1, 2]]), "weights": torch.tensor([[0.5, 0.0]])}) == 0.5
+    assert batch_count({"chosen": torch.zeros(3, 2)}) == 3
+
+
+def test_empty_batch_is_an_error(tmp_path):
+    trainer = make(tmp_path / "a", batches=lambda step: [{"targets_bs": torch.full((2, 3), -100)}])
+    with pytest.raises(ValueError, match="step 0: the batch has no target"):
+        trainer.run()
