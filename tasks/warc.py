@@ -1,0 +1,189 @@
+"""WARC files: a deterministic writer for pages taken from packages, and a streaming reader that survives bad records.
+
+Equal pages give equal bytes: record ids are UUIDs of the content, dates are given, each record is its own gzip member
+with no time stamp in it.
+
+Count the pages of a file:  python -m tasks.warc data/acquire/warc/part-00000.warc.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import hashlib
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+_NAMESPACE = uuid.UUID("6ba7b811-9dad-11d1-80b4-00c04fd430c8")  # RFC 4122, URLs
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+def target_uri(url: str) -> str:
+    """`url` with everything that may not stand in a header percent-encoded."""
+    return quote(url, safe="%/:=&?~#+!$,;'@()*[]")
+
+
+class WarcWriter:
+    """Writes `<folder>/part-00000.warc.gz`, ...; a new file after `shard_bytes` of payload."""
+
+    def __init__(self, folder: Path, date: str, shard_bytes: int = 32 << 20, level: int = 6):
+        self.folder, self.shard_bytes, self.level = Path(folder), shard_bytes, level
+        self.date = f"{date}T00:00:00Z"
+        self.shards: list[Path] = []
+        self._stream = None
+        self._written = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _record(self, headers: dict[str, str], block: bytes) -> None:
+        lines = ["WARC/1.1", *(f"{k}: {v}" for k, v in headers.items()), f"Content-Length: {len(block)}", "", ""]
+        data = "\r\n".join(lines).encode("utf-8") + block + b"\r\n\r\n"
+        compressor = zlib.compressobj(self.level, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+        self._stream.write(compressor.compress(data) + compressor.flush())
+
+    def _open(self) -> None:
+        path = self.folder / f"part-{len(self.shards):05d}.warc.gz"
+        self.shards.append(path)
+        self._stream = path.open("wb")
+        self._written = 0
+        name = f"<urn:uuid:{uuid.uuid5(_NAMESPACE, path.name)}>"
+        headers = {"WARC-Type": "warcinfo", "WARC-Record-ID": name, "WARC-Date": self.date, "WARC-Filename": path.name}
+        self._record(
+            headers | {"Content-Type": "application/warc-fields"}, b"software: arcline\r\nformat: WARC/1.1\r\n"
+        )
+
+    def write_page(self, url: str, html: bytes, package: str, label: str = "") -> Path:
+        """Add one response record; returns the shard it went to. `package` is `<registry>/<name>/<version>`."""
+        if self._stream is None or self._written >= self.shard_bytes:
+            self.close()
+            self._open()
+        url = target_uri(url)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(html)}\r\n\r\n".encode()
+        name = uuid.uuid5(_NAMESPACE, f"{url} {hashlib.sha256(html).hexdigest()}")
+        digest = base64.b32encode(hashlib.sha1(html, usedforsecurity=False).digest()).decode()
+        headers = {
+            "WARC-Type": "response",
+            "WARC-Record-ID": f"<urn:uuid:{name}>",
+            "WARC-Date": self.date,
+            "WARC-Target-URI": url,
+            "WARC-Payload-Digest": f"sha1:{digest}",
+            "WARC-Source-Package": package,
+        }
+        if label:
+            headers["WARC-Source-Label"] = label
+        self._record(headers | {"Content-Type": "application/http; msgtype=response"}, head + html)
+        self._written += len(html)
+        return self.shards[-1]
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """A response record: raw body bytes, the charset its HTTP header names (or ""), and our source headers."""
+
+    url: str
+    body: bytes
+    charset: str
+    package: str
+    label: str
+    content_type: str
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record, or the rest of a file, that could not be read."""
+
+    record_id: str
+    reason: str
+    detail: str
+
+
+def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | BadRecord]:
+    """Stream the response records of a plain or gzip WARC file (1.0 or 1.1) in order.
+
+    Bad records (no target address, larger than `max_bytes`, undecodable) and a truncated or corrupt tail come out as
+    `BadRecord` instead of raising; an empty file gives one `BadRecord`.
+    """
+    path = Path(path)
+    if path.stat().st_size == 0:
+        yield BadRecord(path.name, "empty_file", "zero bytes")
+        return
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    last = path.name
+    with path.open("rb") as stream:
+        truncated = _torn_gzip(path)
+        try:
+            for record in ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True):
+                last = record.record_id or last
+                yield _page(record, path.name, max_bytes)
+        except Exception as error:  # the parser raises several kinds on corrupt input; none may stop the corpus
+            yield BadRecord(
+                last, "corrupt_record", f"{path.name}: after record {last}: {type(error).__name__}: {error}"
+            )
+            return
+        if truncated:
+            yield BadRecord(last, "truncated_file", f"{path.name}: {truncated}")
+
+
+def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
+    url = record.headers.get("WARC-Target-URI", "")
+    identity = record.record_id or url or file
+    if not url:
+        return BadRecord(identity, "no_target_uri", file)
+    declared = int(record.headers.get("Content-Length", "0") or 0)
+    if declared > max_bytes:
+        return BadRecord(identity, "too_large", f"{file}: {declared} bytes, limit {max_bytes}")
+    body = record.reader.read(max_bytes + 1)
+    http = record.http_headers
+    kind = (http.get("Content-Type") or "") if http is not None else ""
+    length = http.get("Content-Length") if http is not None else None
+    encoding = ((http.get("Content-Encoding") or "") if http is not None else "").lower()
+    if length and length.isdigit() and not encoding and len(body) < int(length):
+        return BadRecord(identity, "truncated_record", f"{file}: {len(body)} of {length} bytes of {url[:200]}")
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        try:
+            wbits = zlib.MAX_WBITS | 32 if "gzip" in encoding or body[:1] == b"\x78" else -zlib.MAX_WBITS
+            body = zlib.decompressobj(wbits).decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            return BadRecord(identity, "bad_content_encoding", f"{file}: {encoding}: {error}")
+    if len(body) > max_bytes:
+        return BadRecord(identity, "too_large", f"{file}: decompresses beyond {max_bytes} bytes")
+    charset = kind.lower().partition("charset=")[2].strip(" \"';")
+    package = record.headers.get("WARC-Source-Package", "") or ""
+    label = record.headers.get("WARC-Source-Label", "") or ""
+    return Page(url, body, charset, package, label, kind.partition(";")[0].strip().lower())
+
+
+def _torn_gzip(path: Path) -> str:
+    """Why the last gzip member of a `.gz` file is incomplete, or "" - a reader that just stops would hide it."""
+    with path.open("rb") as stream:
+        if stream.read(2) != GZIP_MAGIC:
+            return ""
+    try:
+        with gzip.open(path) as stream:
+            while stream.read(1 << 20):
+                pass
+    except (EOFError, OSError, zlib.error) as error:
+        return str(error)
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="List the pages of WARC files.")
+    parser.add_argument("files", nargs="+")
+    for file in parser.parse_args(argv).files:
+        for page in read_warc(file):
+            print(f"{len(page.body):>9} {page.url}" if isinstance(page, Page) else f"BAD {page.reason} {page.detail}")
+
+
+if __name__ == "__main__":
+    main()
