@@ -1,7 +1,7 @@
 """Output head and cross entropy in one pass over chunks of rows; [N, V] logits never exist at once.
 
-For mean and sum the backward runs inside the forward (the gradient is linear in the one scalar that arrives later). Per-row losses
-and log-probabilities recompute their logits in the backward instead.
+For mean and sum the backward runs inside the forward (the gradient is linear in the one scalar that arrives later).
+Per-row losses and log-probabilities recompute their logits in the backward instead.
 
 Run its tests: `python -m pytest tests/kernels/test_cross_entropy.py`
 """
@@ -31,7 +31,7 @@ def _logits(h_ch, weight_vh):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_nh, weight_vh, targets_n, ignore_index, mean, chunk):
-        n, vocab = hidden_nh.shape[0], weight_vh.shape[0]
+        n = hidden_nh.shape[0]
         need_h, need_w = ctx.needs_input_grad[:2]
         acc = torch.promote_types(hidden_nh.dtype, torch.float32)
         dhidden = torch.empty_like(hidden_nh) if need_h else None

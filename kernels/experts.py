@@ -20,13 +20,13 @@ def experts_reference(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
     return out_nh
 
 
-def _act_backward(gate, up, dact):
-    """Gradient of silu(gate) * up written as one [rows, 2m] tensor, gate half first; also returns nothing else to save memory."""
-    m = gate.shape[1]
-    dgu = torch.empty(gate.shape[0], 2 * m, dtype=gate.dtype, device=gate.device)
-    torch.mul(dact, F.silu(gate), out=dgu[:, m:])
-    dgu[:, :m] = torch.ops.aten.silu_backward(dact * up, gate)
-    return dgu
+def _act_backward(gate_nm, up_nm, silu_nm, dact_nm):
+    """Gradient of silu(gate) * up with respect to [gate | up], [N, 2m]. Overwrites dact."""
+    m = gate_nm.shape[1]
+    dgu_n2m = torch.empty(gate_nm.shape[0], 2 * m, dtype=gate_nm.dtype, device=gate_nm.device)
+    torch.mul(dact_nm, silu_nm, out=dgu_n2m[:, m:])
+    dgu_n2m[:, :m] = torch.ops.aten.silu_backward(dact_nm.mul_(up_nm), gate_nm)
+    return dgu_n2m
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -44,11 +44,12 @@ class _SwiGlu(torch.autograd.Function):
         x_nh, gate_up_2mh, down_hm, gu_n2m = ctx.saved_tensors
         m = down_hm.shape[1]
         gate, up = gu_n2m[:, :m], gu_n2m[:, m:]
-        dgu_n2m = _act_backward(gate, up, dy_nh @ down_hm)
+        silu = F.silu(gate)
+        dgu_n2m = _act_backward(gate, up, silu, dy_nh @ down_hm)
         dx = dgu_n2m @ gate_up_2mh if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None
-        ddown = dy_nh.T @ F.silu(gate).mul_(up)
+        ddown = dy_nh.T @ silu.mul_(up)
         dgate_up = dgu_n2m.T @ x_nh
         return dx, dgate_up[:m], dgate_up[m:], ddown
 
@@ -113,9 +114,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
             dact = dys @ down_ehm[e]  # gradient of the weighted activation
             torch.sum(dact * act, dim=1, out=dws_r[a:b])
             dact.mul_(ws_r1[a:b])
-            dgu = torch.empty(b - a, m2, dtype=x_nh.dtype, device=x_nh.device)
-            torch.mul(dact, silu, out=dgu[:, m:])
-            dgu[:, :m] = torch.ops.aten.silu_backward(dact.mul_(up), gate)
+            dgu = _act_backward(gate, up, silu, dact)
             torch.mm(dgu, gate_up_emh[e], out=dxs_rh[a:b])
             if need_w:
                 torch.mm(dys.T, act.mul_(ws_r1[a:b]), out=ddown[e])

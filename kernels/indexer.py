@@ -45,8 +45,8 @@ def causal_mask(start: int, stop: int, size: int, device=None) -> torch.Tensor:
 def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> list[torch.Tensor]:
     """DSA selection for every query of a sequence, in chunks of rows: list of bool [B, rows, stop].
 
-    Chunk c covers query rows [c*row_chunk, stop) and keys [0, stop). Row t has min(topk, t+1) True entries: the largest scores among
-    s <= t, ties to the lower index. Peak extra memory is one chunk's scores, never [S, n_I, S].
+    Chunk c covers query rows [c*row_chunk, stop) and keys [0, stop). Row t has min(topk, t+1) True entries: the
+    largest scores among s <= t, ties to the lower index. Peak extra memory is one chunk's scores, never [S, n_I, S].
     """
     size = q_bsnd.shape[1]
     masks = []
@@ -66,7 +66,8 @@ def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> 
 def index_kl(scores_brt: torch.Tensor, target_brt: torch.Tensor, allowed_brt: torch.Tensor) -> torch.Tensor:
     """KL(p || softmax(I)) per row over the allowed keys (notes B.3): [B,R] in nats.
 
-    scores: indexer logits with gradient. target: non-negative weights, zero outside `allowed`; L1-normalised here, taken as constant.
+    scores: indexer logits with gradient. target: non-negative weights, zero outside `allowed`; L1-normalised here,
+    taken as constant.
     """
     p = target_brt.detach()
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-10)
@@ -80,9 +81,13 @@ def attention_mass(q_brhd: torch.Tensor, k_bthd: torch.Tensor, allowed_brt: torc
 
     q [B,R,H,d], k [B,T,H,d]; softmax over the allowed keys only, which renormalises on the selected set in the sparse stage.
     """
-    bias = torch.zeros(allowed_brt.shape, dtype=torch.float32, device=q_brhd.device).masked_fill_(~allowed_brt, float("-inf"))
+    bias = torch.zeros(allowed_brt.shape, dtype=torch.float32, device=q_brhd.device).masked_fill_(
+        ~allowed_brt, float("-inf")
+    )
     mass = None
     for h in range(q_brhd.shape[2]):
-        probs = torch.baddbmm(bias, q_brhd[:, :, h].float(), k_bthd[:, :, h].float().transpose(1, 2), alpha=scale).softmax(-1)
+        probs = torch.baddbmm(
+            bias, q_brhd[:, :, h].float(), k_bthd[:, :, h].float().transpose(1, 2), alpha=scale
+        ).softmax(-1)
         mass = probs if mass is None else mass.add_(probs)
     return mass

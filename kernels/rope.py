@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved pairs (0,1),(2,3),..., as GLM-5 uses it in the attention AND in the indexer (notes A.1, B.2).
+"""Rotary position embedding in interleaved pairs (0,1),(2,3),..., as GLM-5 uses it in attention AND indexer (notes A.1, B.2).
 
 Run its tests: `python -m pytest tests/kernels/test_rope.py`
 """
@@ -35,7 +35,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def apply_rope(x_bshr: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B,S,heads,dim] (or [B,S,dim]) by cis [B,S,dim/2]; the pair layout is kept, dtype kept, arithmetic at least fp32."""
+    """Rotate x [B,S,heads,dim] (or [B,S,dim]) by cis [B,S,dim/2]; pair layout and dtype kept, arithmetic fp32 or more."""
     cis = cis_bsr if x_bshr.dim() == cis_bsr.dim() else cis_bsr.unsqueeze(-2)
     if x_bshr.dtype == torch.float64:
         return _Rotate.apply(x_bshr, cis.to(torch.complex128))

@@ -1,7 +1,7 @@
 """Deterministic top-k: the k largest, and among equal values the lowest indices first (notes B.5).
 
-torch.topk leaves ties unspecified, and DSA scores tie often: ReLU gives exact zeros. Non-deterministic selection degrades RL within
-a few steps, so training, prefill and decode all select through this module.
+torch.topk leaves ties unspecified, and DSA scores tie often: ReLU gives exact zeros. Non-deterministic selection degrades RL
+within a few steps, so training, prefill and decode all select through this module.
 
 Run its tests: `python -m pytest tests/kernels/test_topk.py`
 """

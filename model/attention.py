@@ -1,4 +1,4 @@
-"""Multi-head latent attention with DSA (notes A.2, B): dense or sparse forward, the indexer's loss, and the parts decoding reuses.
+"""Multi-head latent attention with DSA (notes A.2, B): dense or sparse forward, the indexer's loss, parts for decoding.
 
 Run its tests: `python -m pytest tests/model/test_attention.py`
 """
@@ -12,7 +12,13 @@ from torch import nn
 from kernels.indexer import attention_mass, index_kl
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope
-from kernels.sparse_attention import dense_attention, masked_attention
+from kernels.sparse_attention import (
+    attention_path,
+    dense_attention,
+    gathered_attention,
+    masked_attention,
+    masks_to_index,
+)
 from model.config import ModelConfig
 from model.indexer import Indexer
 
@@ -32,7 +38,8 @@ class RMSNorm(nn.Module):
 class MLA(nn.Module):
     """MLA in MHA mode for training and prefill; `absorbed_weights` gives what MQA-mode decoding needs.
 
-    Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), indexer key (indexer.keys).
+    Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), and the indexer's key
+    (indexer.keys).
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -99,11 +106,10 @@ class MLA(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(output [B,S,hidden], indexer loss or None). x is the normalised layer input.
 
-        attention "dense" or "sparse"; rows int64 [B,R] are the query rows the KL loss looks at, row_weight [B,R] their weights (0 for
-        padding). index_only: everything but the indexer loss runs without gradient.
+        attention "dense" or "sparse"; rows int64 [B,R] are the query rows the KL loss looks at, row_weight [B,R] their weights
+        (0 for padding). index_only: everything but the indexer loss runs without gradient.
         """
-        size = x_bsh.shape[1]
-        sparse = attention == "sparse" and size > self.topk
+        path = attention_path(x_bsh.shape[1], self.topk) if attention == "sparse" else "dense"
         with torch.no_grad() if index_only else nullcontext():
             both = F.linear(x_bsh, torch.cat([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]))
             c_q = self.q_a_layernorm(both[..., : self.q_lora])
@@ -112,17 +118,33 @@ class MLA(nn.Module):
             q_nope, q_rope = self.project_q(c_q, cis_bsr)
             q_bshd = torch.cat([q_nope, q_rope], dim=-1)
             k_bthd, v_bthv = self.expand_kv(c_kv, k_rope)
-            q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bthd, v_bthv))
-            masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr) if sparse else None
-            if sparse:
-                o_bhsv = masked_attention(q, k, v, masks, self.softmax_scale)
+            masks = None
+            if path != "dense":
+                masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr)
+            if path == "gathered":
+                out_bsh = self.output(self._gathered(q_nope, q_rope, c_kv, k_rope, masks))
             else:
-                o_bhsv = dense_attention(q, k, v, self.softmax_scale)
-            out_bsh = self.output(o_bhsv.transpose(1, 2))
+                q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bthd, v_bthv))
+                if path == "masked":
+                    o_bhsv = masked_attention(q, k, v, masks, self.softmax_scale)
+                else:
+                    o_bhsv = dense_attention(q, k, v, self.softmax_scale)
+                out_bsh = self.output(o_bhsv.transpose(1, 2))
         loss = None
         if rows_br is not None:
-            loss = self._index_loss(x_bsh.detach(), c_q.detach(), cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br)
+            loss = self._index_loss(
+                x_bsh.detach(), c_q.detach(), cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br
+            )
         return out_bsh, loss
+
+    def _gathered(self, q_nope_bshn, q_rope_bshr, c_kv_btc, k_rope_btr, masks) -> torch.Tensor:
+        """MQA-mode attention over each row's selected latents: [B,S,H,v]."""
+        w_uk_hnc, w_uv_hvc = self.absorbed_weights()
+        q_bshc = torch.cat([torch.einsum("bshn,hnc->bshc", q_nope_bshn, w_uk_hnc), q_rope_bshr], dim=-1)
+        kv_btc = torch.cat([c_kv_btc, k_rope_btr], dim=-1)
+        index_bsk, valid_bsk = masks_to_index(masks, self.topk)
+        latent_bshc = gathered_attention(q_bshc, kv_btc, index_bsk, valid_bsk, self.kv_lora, self.softmax_scale)
+        return torch.einsum("bshc,hvc->bshv", latent_bshc, w_uv_hvc)
 
     def _index_loss(self, x_bsh, c_q_bsr, cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br) -> torch.Tensor:
         """KL(p || softmax(I)) averaged over the given rows; the key set is all s <= t (masks None) or the row's selection."""
@@ -138,7 +160,8 @@ class MLA(nn.Module):
                 allowed_brt[b, r, : mask.shape[2]] = mask[b, rows_br[b, r] - c * chunk]
         cis_rows = cis_bsr.expand(batch, -1, -1)[pick, rows_br]
         with torch.enable_grad():
-            scores = self.indexer.scores(c_q_bsr[pick, rows_br], x_bsh[pick, rows_br], cis_rows, self.indexer.keys(x_bsh, cis_bsr))
+            keys_bsd = self.indexer.keys(x_bsh, cis_bsr)
+            scores = self.indexer.scores(c_q_bsr[pick, rows_br], x_bsh[pick, rows_br], cis_rows, keys_bsd)
             mass = attention_mass(q_bshd.detach()[pick, rows_br], k_bthd.detach(), allowed_brt, self.softmax_scale)
             kl_br = index_kl(scores, mass, allowed_brt)
             return (kl_br * row_weight_br).sum() / row_weight_br.sum().clamp(min=1)

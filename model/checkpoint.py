@@ -1,7 +1,7 @@
-"""Checkpoints as Hugging Face directories (model_type glm_moe_dsa): safetensors and JSON only, names and layout exactly transformers'.
+"""Checkpoints as Hugging Face directories (model_type glm_moe_dsa): safetensors and JSON, laid out as transformers does.
 
-In memory the routed experts are stacked; on disk they are separate (mlp.experts.N.gate_proj.weight ...). The MTP layer is stored as
-model.layers.{num_hidden_layers}.*, which transformers ignores.
+In memory the routed experts are stacked; on disk they are separate (mlp.experts.N.gate_proj.weight ...). The MTP layer is
+stored as model.layers.{num_hidden_layers}.*, which transformers ignores.
 
 Run its tests: `python -m pytest tests/model/test_checkpoint.py`
 """
@@ -64,7 +64,7 @@ def save_checkpoint(
     tokenizer_dir: Path | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write config.json, generation_config.json, model.safetensors (several with an index above max_shard_bytes) and tokenizer files."""
+    """Write config.json, generation_config.json, model.safetensors (shards with an index above max_shard_bytes), tokenizer files."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = disk_tensors(model)
@@ -125,7 +125,9 @@ def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
                     continue
                 tensor = file.get_tensor(name)
                 if tensor.shape != targets[name].shape:
-                    wrong.append(f"{name}: {tuple(tensor.shape)} in the file, {tuple(targets[name].shape)} in the model")
+                    wrong.append(
+                        f"{name}: {tuple(tensor.shape)} in the file, {tuple(targets[name].shape)} in the model"
+                    )
                     continue
                 targets[name].copy_(tensor)
                 missing.discard(name)
@@ -139,8 +141,7 @@ def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
 def load_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -> GlmMoeDsa:
     """The model of a checkpoint directory, in `dtype` (router and indexer head weights stay fp32). Strict, see load_weights.
 
-    num_nextn_predict_layers in config.json is trusted only as far as the weights go: a checkpoint that transformers re-saved has lost
-    its MTP layer and loads as a model without one when config.json says so.
+    transformers drops the MTP layer when it re-saves a model and keeps num_nextn_predict_layers: set that to 0 in its config.json.
     """
     cfg = load_config(directory)
     with torch.device("meta"):

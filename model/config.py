@@ -53,7 +53,8 @@ class ModelConfig:
             "qk_rope_head_dim must be even": self.qk_rope_head_dim % 2 == 0,
             "index_head_dim must be at least qk_rope_head_dim": self.index_head_dim >= self.qk_rope_head_dim,
             "index_topk must be at least 1": self.index_topk >= 1,
-            "first_k_dense_replace must not exceed num_hidden_layers": self.first_k_dense_replace <= self.num_hidden_layers,
+            "first_k_dense_replace must not exceed num_hidden_layers": self.first_k_dense_replace
+            <= self.num_hidden_layers,
             "num_experts_per_tok must not exceed n_routed_experts": self.num_experts_per_tok <= self.n_routed_experts,
             "n_group must divide n_routed_experts": self.n_group >= 1 and self.n_routed_experts % self.n_group == 0,
             "topk_group must be between 1 and n_group": 1 <= self.topk_group <= self.n_group,
@@ -86,7 +87,7 @@ class ModelConfig:
         return cls(**params)
 
     def to_hf(self) -> dict:
-        """The config.json dictionary that transformers' GlmMoeDsaConfig reads. rope_theta is always written: its default is wrong."""
+        """The config.json dictionary that transformers' GlmMoeDsaConfig reads. rope_theta is always written: the default is wrong."""
         values = dataclasses.asdict(self)
         theta = values.pop("rope_theta")
         values["eos_token_id"] = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id

@@ -46,7 +46,7 @@ class Indexer(nn.Module):
         return torch.cat([apply_rope(k[..., : self.rope_dim], cis_bsr), k[..., self.rope_dim :]], dim=-1)
 
     def weights(self, x_bsh: torch.Tensor) -> torch.Tensor:
-        """[B,S,n_I] head weights, at least fp32, times n_I^-0.5 and the score scale d_I^-0.5 (positive, so it commutes with ReLU)."""
+        """[B,S,n_I] head weights, at least fp32, times n_I^-0.5 * d_I^-0.5 (positive, so it commutes with ReLU)."""
         w = F.linear(x_bsh.to(self.weights_proj.weight.dtype), self.weights_proj.weight)
         w = w if w.dtype == torch.float64 else w.float()
         return w * (self.n_heads**-0.5 * self.head_dim**-0.5)

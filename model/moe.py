@@ -63,7 +63,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts, stacked as transformers holds them in memory: gate_up_proj [E,2m,H] (gate rows first), down_proj [E,H,m]."""
+    """Routed experts, stacked as transformers stacks them: gate_up_proj [E,2m,H] (gate rows first), down_proj [E,H,m]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -117,5 +117,7 @@ class MoE(nn.Module):
             keep_bs1 = token_mask_bs.to(share_bse.dtype).unsqueeze(-1)
             tokens_b1 = keep_bs1.sum(1).clamp(min=1)
             mean_be = (share_bse * keep_bs1).sum(1) / tokens_b1
-        frequency_be = counts_be.to(mean_be.dtype) * (self.cfg.n_routed_experts / self.cfg.num_experts_per_tok) / tokens_b1
+        frequency_be = (
+            counts_be.to(mean_be.dtype) * (self.cfg.n_routed_experts / self.cfg.num_experts_per_tok) / tokens_b1
+        )
         return (frequency_be * mean_be).sum(-1).mean()

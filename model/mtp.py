@@ -1,6 +1,8 @@
 """Multi-token prediction: one parameter set, applied several times in training (notes A.5).
 
-z_i^k = eh_proj([enorm(Emb(t_{i+k})) ; hnorm(h_i^{k-1})]); h^k = Block(z^k); logits^k = lm_head(shared_head.norm(h^k)) predict t_{i+k+1}.
+    z_i^k = eh_proj([enorm(Emb(t_{i+k})) ; hnorm(h_i^{k-1})]);  h^k = Block(z^k)
+    logits^k = lm_head(shared_head.norm(h^k)) predict t_{i+k+1}
+
 h^0 is the backbone's hidden state after its final norm (as DeepSeek and vLLM feed it); deeper steps feed the block's raw output.
 
 Run its tests: `python -m pytest tests/model/test_mtp.py`
@@ -39,8 +41,8 @@ class MtpLayer(Block):
     def unroll(self, embed: nn.Embedding, input_ids_bs, hidden_bsh, cis_bsr, depth: int, args: BlockArgs):
         """Apply the layer `depth` times: (list of shared_head-normed hidden [B,S,H], list of block results).
 
-        Position i of depth k predicts token i+k+1. The last k positions have no token i+k; they are fed token 0 and their outputs are
-        meaningless, so the caller must ignore them (the loss does, having no targets there).
+        Position i of depth k predicts token i+k+1. The last k positions have no token i+k; they are fed token 0 and their outputs
+        are meaningless: the caller must ignore them (a loss has no targets there).
         """
         hiddens, results = [], []
         shifted_bs = input_ids_bs

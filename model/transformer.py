@@ -41,7 +41,9 @@ class Backbone(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
-        blocks: list[nn.Module] = [Block(cfg, dense=i < cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)]
+        blocks: list[nn.Module] = [
+            Block(cfg, dense=i < cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)
+        ]
         blocks += [MtpLayer(cfg) for _ in range(cfg.num_nextn_predict_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -112,8 +114,8 @@ class GlmMoeDsa(nn.Module):
 
         attention: "sparse" attends to the indexer's top min(index_topk, t+1) keys (plain causal attention when S <= index_topk),
         "dense" to all. index_loss_rows: None (no indexer loss), "all", or how many query rows per sequence, drawn by rows_seed.
-        index_only: indexer-only gradients (dense warm-up, notes B.3). token_mask bool [B,S] marks real tokens for the router's counts,
-        the balance loss and the indexer's rows; right padding needs no attention mask. mtp_depth: unrolled MTP steps.
+        index_only: indexer-only gradients (dense warm-up, notes B.3). token_mask bool [B,S] marks real tokens for the router's
+        counts, the balance loss and the indexer's rows; right padding needs no attention mask. mtp_depth: unrolled MTP steps.
         """
         if attention not in ("sparse", "dense"):
             raise ValueError(f"attention must be 'sparse' or 'dense', got {attention!r}")
@@ -148,7 +150,9 @@ class GlmMoeDsa(nn.Module):
                 )
                 out.mtp_hidden = hiddens
                 out.router_counts.append(torch.stack([r.counts_e for r in results]).sum(0))
-                aux_losses.append(None if results[0].aux_loss is None else torch.stack([r.aux_loss for r in results]).mean())
+                aux_losses.append(
+                    None if results[0].aux_loss is None else torch.stack([r.aux_loss for r in results]).mean()
+                )
                 if index_loss_rows is not None:
                     index_losses.append(torch.stack([r.index_loss for r in results]).mean())
         if index_loss_rows is not None:
@@ -168,7 +172,7 @@ class GlmMoeDsa(nn.Module):
         return torch.rand(batch, size, generator=generator).topk(min(rows, size), dim=1).indices.sort(dim=1).values
 
     def update_router_bias(self, router_counts: list[torch.Tensor], rate: float) -> None:
-        """Loss-free balancing after a step: one entry per MoE layer, as forward returned them (summed over micro-batches/ranks)."""
+        """Loss-free balancing after a step: one entry per MoE layer, as forward returns them (sum over micro-batches and ranks)."""
         gates = [m.mlp.gate for m in self.model.layers if isinstance(m.mlp, MoE)]
         if len(router_counts) > len(gates):
             raise ValueError(f"got counts for {len(router_counts)} MoE layers, the model has {len(gates)}")
