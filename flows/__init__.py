@@ -1,8 +1,8 @@
 """When and in what order the stages of dvc.yaml run: Prefect flows, and the services around them.
 
-    python -m flows.lifecycle --help      run the line (or part of it) from here
-    python -m flows.services up           Prefect and MLflow on loopback
-    python -m flows run                   what `make run` does after the set-up
+python -m flows.lifecycle --help      run the line (or part of it) from here
+python -m flows.services up           Prefect and MLflow on loopback
+python -m flows run                   what `make run` does after the set-up
 """
 
 import os
@@ -19,3 +19,18 @@ QUIET = {
 }
 for _key, _value in QUIET.items():
     os.environ.setdefault(_key, _value)
+
+
+def connect() -> None:
+    """Points Prefect at this workspace's server when it answers, else at a temporary one; PREFECT_API_URL decides if set.
+
+    Called before prefect is imported. An address in prefect.toml whose server is gone would stop every flow run.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        return
+    from flows.services import HEALTH, Services, healthy
+
+    address = Services().load().get("prefect")
+    os.environ["PREFECT_API_URL"] = f"{address}/api" if address and healthy(address + HEALTH["prefect"]) else ""
+    # The temporary server migrates a database first, which a busy machine does slowly.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "240")

@@ -12,22 +12,24 @@ did not change is Completed as "Cached"; after a failure its descendants are Not
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import threading
-from typing import Annotated
 
-from flows import ROOT  # first: it silences telemetry before prefect is imported
+from flows import ROOT, connect
 
-from prefect import flow, task  # isort: skip
-from prefect.futures import wait
-from prefect.logging import get_run_logger
-from prefect.states import Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import Field
+connect()  # before prefect is imported
 
-from flows import graph
-from flows.runner import Runner, StageFailed, Stopped, workspace
+from prefect import flow, task  # noqa: E402
+from prefect.futures import wait  # noqa: E402
+from prefect.logging import get_run_logger  # noqa: E402
+from prefect.states import Completed, Failed, State  # noqa: E402
+from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
+
+from flows import graph  # noqa: E402
+from flows.runner import Runner, StageFailed, Stopped, workspace  # noqa: E402
+from tasks.files import atomic_write  # noqa: E402
 
 SLOTS = int(os.environ.get("ARCLINE_CONCURRENCY", "2"))
 RETRY_DELAY_S = 2
@@ -64,7 +66,7 @@ def run_stage(stage: str) -> State:
         return Completed(name="Cached", message="unchanged")
     logger = get_run_logger()
     try:
-        how = run.runner.run(node, run.forced(stage), lambda line: logger.log(_level(line), "%s", line))
+        how = run.runner.run(node, run.forced(stage), lambda line: logger.log(_level(line), "%s", _plain(stage, line)))
     except (StageFailed, Stopped):
         run.end(stage, "Failed")
         raise
@@ -82,6 +84,11 @@ def _current(stage: str) -> tuple[_Run, graph.Node]:
     return run, run.plan.nodes[stage]
 
 
+def _plain(stage: str, line: str) -> str:
+    """A stage's line without square brackets that `--watch` would take for markup and hide, or die of ("[/b]")."""
+    return line.replace(f"[{stage}]", f"{stage}:", 1).replace("[/", "[ /")
+
+
 def _level(line: str) -> int:
     start = line[:40].lower()
     if start.startswith(("error", "traceback")):
@@ -95,28 +102,17 @@ def _level(line: str) -> int:
     validate_parameters=True,
     task_runner=ThreadPoolTaskRunner(max_workers=1000),  # type: ignore[arg-type]
 )
-def lifecycle(
-    targets: Annotated[
-        list[str] | None,
-        Field(
-            title="Targets",
-            description="What to bring up to date: stages (sft, midtrain@s2), groups (evaluate) or phases (curate, pretrain,"
-            " midtrain, posttrain, deploy, evaluate). What they depend on is brought up to date first. Empty: everything.",
-            examples=[["curate"], ["evaluate@sft"]],
-        ),
-    ] = None,
-    force: Annotated[
-        bool, Field(title="Force", description="Run the targets again although nothing they depend on has changed.")
-    ] = False,
-    profile: Annotated[
-        str | None,
-        Field(
-            title="Profile",
-            description="Compose conf/<profile>.yaml into params.yaml first (tiny, node, glm5, ...). Empty: params.yaml as it is.",
-        ),
-    ] = None,
-) -> State:
-    """From raw documents to a quantized, exported and evaluated model: the stages of dvc.yaml in their order."""
+def lifecycle(targets: list[str] | None = None, force: bool = False, profile: str | None = None) -> State:
+    """From raw documents to a quantized, exported and evaluated model: the stages of dvc.yaml in their order.
+
+    Args:
+        targets: What to bring up to date: stages (sft, midtrain-s2), groups of variants (evaluate) or phases (curate,
+            pretrain, midtrain, posttrain, deploy, evaluate). What they depend on is brought up to date first. Empty
+            means everything.
+        force: Run the targets again although nothing they depend on has changed.
+        profile: Compose conf/<profile>.yaml into params.yaml first (tiny, node, glm5, ...). Empty leaves params.yaml
+            as it is.
+    """
     from prefect.runtime import flow_run
 
     logger = get_run_logger()
@@ -168,10 +164,13 @@ def _summary(run: _Run, states: dict[str, State]) -> State:
         counts[state.name] = counts.get(state.name, 0) + 1
     text = f"{len(states)} stages: " + ", ".join(f"{n} {name.lower()}" for name, n in sorted(counts.items()))
     failed = [name for name, state in states.items() if state.is_failed() or state.is_crashed()]
-    if failed or not all(state.is_completed() for state in states.values()):
+    good = all(state.is_completed() for state in states.values())
+    if failed:
         logs = ", ".join(str(run.runner.log_path(name).relative_to(ROOT)) for name in failed)
-        return Failed(message=f"{text}. Failed: {', '.join(failed) or 'none'} (see {logs})")
-    return Completed(message=text)
+        text += f". Failed: {', '.join(failed)} (see {logs})"
+    report = {"message": text, "failed": failed, "stages": {name: state.name for name, state in states.items()}}
+    atomic_write(ROOT / "work" / "run.json", json.dumps(report, indent=1) + "\n")
+    return Completed(message=text) if good else Failed(message=text)
 
 
 class _Parent:

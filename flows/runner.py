@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flows import ROOT
+from flows import ROOT, lockfile
 from flows.graph import Node
 
 LOG_ENV = "ARCLINE_STAGE_LOG"
@@ -79,6 +79,7 @@ class Runner:
         env: dict[str, str] | None = None,
         on_first: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        lockfile.install()
         self.root = root
         self.logs = root / "work" / "logs"
         self._slots = threading.Semaphore(slots)

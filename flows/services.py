@@ -124,7 +124,18 @@ class Services:
         folder = self.home / name
         folder.mkdir(parents=True, exist_ok=True)
         if name == "prefect":
-            command = ["-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--log-level", "WARNING"]
+            command = [
+                "-m",
+                "prefect",
+                "server",
+                "start",
+                "--host",
+                HOST,
+                "--port",
+                str(port),
+                "--log-level",
+                "WARNING",
+            ]
             database = f"sqlite+aiosqlite:///{folder / 'prefect.db'}"
             extra = {
                 "PREFECT_API_URL": f"http://{HOST}:{port}/api",
@@ -213,7 +224,9 @@ class Services:
             entry = dict(state["processes"].get(name, {}))
             entry["address"] = state.get(name, "")
             entry["running"] = (
-                self._alive(state, name) if name == "worker" else bool(entry["address"]) and healthy(entry["address"] + HEALTH[name])
+                self._alive(state, name)
+                if name == "worker"
+                else bool(entry["address"]) and healthy(entry["address"] + HEALTH[name])
             )
             report[name] = entry
         return report

@@ -131,7 +131,9 @@ class Client:
         """Uploads one file through the server's artifact proxy."""
         parts = urllib.parse.urlsplit(artifact_uri)
         if parts.scheme != "mlflow-artifacts":
-            raise TrackingError(f"artifacts are not proxied by the server ({parts.scheme}); start it with --serve-artifacts")
+            raise TrackingError(
+                f"artifacts are not proxied by the server ({parts.scheme}); start it with --serve-artifacts"
+            )
         target = urllib.parse.quote(f"{parts.path.strip('/')}/{name}")
         kind = {".html": "text/html", ".json": "application/json"}.get(path.suffix, "application/octet-stream")
         self.request("PUT", f"/api/2.0/mlflow-artifacts/artifacts/{target}", path.read_bytes(), kind)
@@ -300,6 +302,7 @@ class Record:
             "mlflow.runName": name,
             "mlflow.source.name": name,
             "mlflow.source.type": "LOCAL",
+            "mlflow.user": os.environ.get("USER") or "unknown",
             **tags,
             "arcline.spool_id": self.id,
         }
