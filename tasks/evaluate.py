@@ -10,7 +10,6 @@ activations) and the tasks with the dequantized weights. Writes data/evaluate/<v
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -41,48 +40,6 @@ class Config(StageConfig):
     )
 
 
-def held_out(model: Any, tokens: Any, windows: int, length: int, batch: int) -> dict[str, dict[str, float]]:
-    """Per domain and for `all` (micro average): loss in nats per token, bits per byte, and how much text that was.
-
-    Bits per byte divide by the bytes of the predicted tokens themselves (0 for special tokens), so that any window of any
-    tokenizer compares.
-    """
-    import numpy as np
-    import torch
-
-    from kernels.cross_entropy import linear_logprobs
-    from tasks.samplers import IGNORE, validation_windows
-
-    rows, total = {}, [0.0, 0, 0]
-    for domain in tokens.domains:
-        ids, targets = validation_windows(tokens.shard(domain, "val"), length, windows)
-        if not len(ids):
-            continue
-        nats = 0.0
-        with torch.inference_mode():
-            for start in range(0, len(ids), batch):
-                x, y = (torch.from_numpy(a[start : start + batch]) for a in (ids, targets))
-                keep = y != IGNORE
-                logp_n = linear_logprobs(model(x).hidden_bsh[keep], model.lm_head.weight, y[keep])
-                nats -= float(logp_n.double().sum())
-        known = targets[targets != IGNORE]
-        sums = [nats, int(known.size), int(np.sum(tokens.token_bytes[known]))]
-        total = [a + b for a, b in zip(total, sums, strict=True)]
-        rows[domain] = _text_row(*sums)
-    if not rows:
-        raise ValueError("the held-out split has no text")
-    return rows | {"all": _text_row(*total)}
-
-
-def _text_row(nats: float, count: int, size: int) -> dict[str, float]:
-    return {
-        "loss": nats / count,
-        "bits_per_byte": nats / math.log(2) / max(size, 1),
-        "tokens": count,
-        "bytes": size,
-    }
-
-
 def checkpoint_of(stage: Stage) -> tuple[Path, Path | None]:
     """(checkpoint directory, canonical artifact or None): the dependency that is not the held-out text."""
     others = [d for d in stage.spec.deps if d != PACK]
@@ -111,6 +68,7 @@ def run(stage: Stage) -> None:
     from tokenizers import Tokenizer
 
     from model.checkpoint import load_checkpoint
+    from tasks.heldout import heldout_loss
     from tasks.needle import build_cases, score_cases
     from tasks.tokens import TokenSet
 
@@ -129,7 +87,11 @@ def run(stage: Stage) -> None:
         from tasks.quant_emulate import integer_model
 
         model = integer_model(model, canonical)
-    results["text"] = held_out(model, tokens, config.windows, config.window, config.batch)
+    results["text"] = heldout_loss(
+        model, tokens, config.window, config.windows, "sparse", rows_per_forward=config.batch
+    )
+    if not results["text"]:
+        raise ValueError(f"{PACK}: the held-out split has no text")
     for domain, row in results["text"].items():
         stage.print(f"{domain}: {row['loss']:.4f} nats per token, {row['bits_per_byte']:.4f} bits per byte")
     if config.needle_per_cell:

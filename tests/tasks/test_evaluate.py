@@ -114,25 +114,6 @@ def test_a_copying_model_finds_every_needle_and_no_control(pack, tokenizer):
     assert blind["128"]["found"] == 0.0
 
 
-def test_bits_per_byte_of_a_uniform_model(pack):
-    tokens = TokenSet(pack)
-
-    class Uniform:
-        lm_head = SimpleNamespace(weight=torch.zeros(VOCAB, 4))
-
-        def __call__(self, ids_bs):
-            return SimpleNamespace(hidden_bsh=torch.ones(*ids_bs.shape, 4))
-
-    rows = evaluate.held_out(Uniform(), tokens, windows=3, length=40, batch=2)
-    assert set(rows) == {"code", "web", "all"}
-    for row in rows.values():
-        assert row["loss"] == pytest.approx(math.log(VOCAB), rel=1e-6)
-        expected = row["tokens"] * math.log2(VOCAB) / row["bytes"]
-        assert row["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
-    assert rows["all"]["tokens"] == 2 * 3 * 40 == rows["code"]["tokens"] + rows["web"]["tokens"]
-    assert rows["web"]["bytes"] > rows["web"]["tokens"]
-
-
 CONFIG = {
     "windows": 2,
     "window": 48,
