@@ -177,7 +177,7 @@ class Trainer:
                 speed = (self.counters["tokens"] - tokens_at_start) / (reported - began)
                 left = (reported - began) / (self.step - first) * (self.steps - self.step)
                 self.stage.print(
-                    f"step {self.step}/{self.steps} loss {logs['loss']:.3f} grad {logs['grad_norm']:.2f} "
+                    f"step {self.step}/{self.steps} loss {logs.get('lm_loss', logs['loss']):.3f} grad {logs['grad_norm']:.2f} "
                     f"{speed:.0f} tokens/s, about {left:.0f} s left"
                 )
             if self.evaluate and (last or (self.settings.eval_every and self.step % self.settings.eval_every == 0)):

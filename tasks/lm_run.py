@@ -1,0 +1,215 @@
+"""What the language-model stages share: their settings, and one run from token shards and a checkpoint to a checkpoint.
+
+Used by tasks/pretrain.py, midtrain.py, dsa_warmup.py and dsa_adapt.py. The inputs are the stage's declared dependencies:
+`data/pack/*` holds the tokens, `data/tokenizer` the tokenizer; any other is the checkpoint to start from.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from model.checkpoint import load_checkpoint, save_checkpoint
+from model.config import ModelConfig
+from model.muon import MuonSplit, build_optimizer
+from model.transformer import GlmMoeDsa
+from tasks.heldout import flat_heldout, heldout_loss
+from tasks.samplers import BatchSampler
+from tasks.schedules import BatchSize, LearningRate
+from tasks.stage import Stage, StageConfig
+from tasks.tokens import TokenSet
+from tasks.trainer import LoopSettings, Objective, OptimizerSettings, Section, Trainer, pick_device, split_batch
+
+OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
+
+
+class ScheduleSettings(Section):
+    """The learning-rate curve, in tokens; null total_tokens takes the stage's own budget."""
+
+    kind: str = Field("cosine", pattern="^(cosine|linear|constant)$")
+    warmup_tokens: int = Field(0, ge=0)
+    start: float = Field(1.0, gt=0, description="factor after warm-up")
+    end: float = Field(0.1, ge=0, description="factor at the end of the curve")
+    total_tokens: int | None = Field(None, gt=0, description="length of the curve when it spans several stages")
+    offset_tokens: int = Field(0, ge=0, description="tokens of the curve that earlier stages used")
+
+
+class MtpSettings(Section):
+    """Multi-token prediction (GLM-5 §2.1): one parameter set, unrolled `depth` times."""
+
+    depth: int = Field(3, ge=0)
+    weight: float = Field(0.3, ge=0, description="lambda in L = L_main + lambda * mean_k CE_k")
+    every: int = Field(1, ge=1, description="only at every n-th step; 1 is the paper's way")
+
+
+class HeldoutSettings(Section):
+    """Held-out loss: windows per domain and their length (null: the stage's own)."""
+
+    windows: int = Field(8, ge=1)
+    seq_len: int | None = Field(None, ge=2)
+
+
+class LmConfig(StageConfig):
+    """Settings that every language-model stage has."""
+
+    tokens: int = Field(gt=0, description="training tokens of this stage")
+    seq_len: int = Field(ge=2, description="context length")
+    rows: int = Field(ge=1, description="sequences per step")
+    micro_rows: int | None = Field(None, ge=1, description="sequences per forward pass (gradient accumulation)")
+    start_rows: int | None = Field(None, ge=1, description="sequences per step at the start of the batch warm-up")
+    ramp_tokens: int = Field(0, ge=0, description="length of the batch warm-up")
+    mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
+    max_epochs: float = Field(4.0, gt=0, description="passes over a domain at most; the rest goes to the others")
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings = ScheduleSettings()
+    loop: LoopSettings = LoopSettings()
+    mtp: MtpSettings = MtpSettings()
+    balance_coef: float = Field(0.0, ge=0, description="coefficient of the sequence-level balance loss")
+    heldout: HeldoutSettings = HeldoutSettings()
+    save_optimizer: bool = Field(
+        False, description="keep the optimizer's state beside the checkpoint for the next stage"
+    )
+    load_optimizer: bool = Field(False, description="start from the optimizer state of the previous checkpoint")
+
+
+def token_dep(stage: Stage) -> TokenSet:
+    """The stage's token shards."""
+    return TokenSet(stage.dep(next(d for d in stage.spec.deps if d.startswith("data/pack"))))
+
+
+def checkpoint_dep(stage: Stage) -> Path | None:
+    """The checkpoint the stage starts from; None when it starts from nothing."""
+    found = [d for d in stage.spec.deps if not d.startswith("data/pack") and d != "data/tokenizer"]
+    if len(found) > 1:
+        raise ValueError(f"stage {stage.name} has several checkpoints among its deps: {', '.join(found)}")
+    return stage.dep(found[0]) if found else None
+
+
+def start_model(stage: Stage, tokens: TokenSet) -> GlmMoeDsa:
+    """The model of the previous stage, or a new one from the `model` section, seeded by the line's seed."""
+    source = checkpoint_dep(stage)
+    if source is not None:
+        model = load_checkpoint(source)
+    else:
+        section = dict(stage.params["model"])
+        section.setdefault("pad_token_id", tokens.eot_id)
+        section.setdefault("eos_token_id", stop_ids(stage) or tokens.eot_id)
+        model = GlmMoeDsa(ModelConfig.from_params(section)).init_weights(stage.rng_seed("weights"))
+    if model.cfg.vocab_size != tokens.vocab_size:
+        raise ValueError(
+            f"the model's vocabulary is {model.cfg.vocab_size} (params.yaml: model.vocab_size), the tokens' is "
+            f"{tokens.vocab_size}: make model.vocab_size and tokenizer.vocab_size agree"
+        )
+    return model.to(pick_device())
+
+
+def stop_ids(stage: Stage) -> list[int]:
+    """Ids of the tokens that end a generation, from the stage's tokenizer."""
+    from tasks.special_tokens import STOP_TOKENS
+
+    added = json.loads((stage.dep("data/tokenizer") / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    return [ids[t] for t in STOP_TOKENS if t in ids]
+
+
+def make_optimizer(stage: Stage, model: nn.Module, train: str = "all") -> MuonSplit:
+    """The stage's optimizer, with the previous stage's state when `load_optimizer` asks for it."""
+    optimizer = build_optimizer(model, stage.config.optimizer.to_config(train))
+    source = checkpoint_dep(stage)
+    if stage.config.load_optimizer:
+        if source is None or not (source / OPTIMIZER_FILE).is_file():
+            raise ValueError(
+                f"stage {stage.name}: load_optimizer is set, but the previous checkpoint has no {OPTIMIZER_FILE}; "
+                "set save_optimizer on the stage before"
+            )
+        optimizer.load_state_tensors(load_file(source / OPTIMIZER_FILE))
+    return optimizer
+
+
+def run_lm(
+    stage: Stage, model: GlmMoeDsa, objective: Objective, *, packing: str, attention: str, train: str = "all"
+) -> dict[str, Any]:
+    """Train `model` on the stage's tokens and write the checkpoint; returns the held-out results per domain.
+
+    packing: 'window' or 'best_fit'. attention: how the held-out loss is measured. train: see model.muon.OptimConfig.
+    """
+    config: LmConfig = stage.config
+    tokens = token_dep(stage)
+    schedule = config.schedule
+    batch_size = BatchSize(
+        config.seq_len,
+        config.rows,
+        config.tokens,
+        start_rows=config.start_rows,
+        ramp_tokens=config.ramp_tokens,
+        offset_tokens=schedule.offset_tokens,
+    )
+    rate = LearningRate(
+        schedule.kind,
+        schedule.total_tokens or batch_size.tokens_before(batch_size.steps),
+        schedule.warmup_tokens,
+        schedule.start,
+        schedule.end,
+        schedule.offset_tokens,
+    )
+    sampler = BatchSampler(
+        tokens,
+        config.seq_len,
+        batch_size.first_row(batch_size.steps),
+        stage.rng_seed("batches"),
+        config.mixture,
+        config.max_epochs,
+        packing,
+    )
+    shares = ", ".join(f"{d} {w:.1%} ({sampler.epochs[d]:.2f} epochs)" for d, w in sampler.weights.items())
+    stage.print(f"{batch_size.steps} steps of {config.rows} x {config.seq_len} tokens: {shares}")
+
+    def batches(step: int) -> list[dict[str, torch.Tensor]]:
+        rows = batch_size.rows_at(step)
+        return split_batch(sampler.batch(batch_size.first_row(step), rows), config.micro_rows or rows)
+
+    seq_len = config.heldout.seq_len or config.seq_len
+    results: dict[str, Any] = {}
+
+    def evaluate(model: nn.Module, step: int) -> dict[str, float]:
+        found = heldout_loss(model, tokens, seq_len, config.heldout.windows, attention)
+        results.clear()
+        results.update(found)
+        return flat_heldout(found)
+
+    optimizer = make_optimizer(stage, model, train)
+    trainer = Trainer(
+        stage,
+        model,
+        optimizer,
+        objective,
+        batches,
+        steps=batch_size.steps,
+        # A step is taken at the factor of its middle token: the first is not lost to a factor of zero.
+        lr_factor=lambda step: rate.factor((batch_size.tokens_before(step) + batch_size.tokens_before(step + 1)) // 2),
+        settings=config.loop,
+        evaluate=evaluate,
+    )
+    trainer.run()
+    if not results:  # resumed after the last step: the measurement is deterministic, so make it again
+        evaluate(model.eval(), trainer.step)
+    out = stage.out(stage.spec.outs[0])
+    tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else checkpoint_dep(stage)
+    save_checkpoint(model, out, tokenizer)
+    if config.save_optimizer:
+        (out / OPTIMIZER_FILE).parent.mkdir()
+        save_file({k: v.cpu().contiguous() for k, v in optimizer.state_tensors().items()}, out / OPTIMIZER_FILE)
+    stage.metric(
+        steps=trainer.step,
+        tokens=int(trainer.counters["tokens"]),
+        heldout=results,
+        mixture=sampler.weights,
+        epochs=sampler.epochs,
+    )
+    return results

@@ -1,0 +1,40 @@
+"""Mid-training (GLM-5 §2.3): longer contexts step by step, whole documents packed by best fit, a linear learning rate.
+
+    python -m tasks midtrain-s1      then -s2 and -s3: 32K, 128K and 200K at the paper's scale
+
+Long documents, repositories with their issues, and interleaved similar texts are in the mixture by domain.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tasks.lm_run import LmConfig, run_lm, start_model, token_dep
+from tasks.objectives import LanguageModeling
+from tasks.stage import Stage
+
+
+class Config(LmConfig):
+    """See tasks/lm_run.py."""
+
+    rope_theta: float | None = Field(None, gt=0, description="new RoPE base from this stage on; null keeps the model's")
+
+
+def run(stage: Stage) -> None:
+    config: Config = stage.config
+    model = start_model(stage, token_dep(stage))
+    if config.seq_len > model.cfg.max_position_embeddings:
+        raise ValueError(
+            f"midtrain.{stage.variant}.seq_len is {config.seq_len}, above the model's max_position_embeddings of "
+            f"{model.cfg.max_position_embeddings}"
+        )
+    if config.rope_theta is not None:
+        object.__setattr__(model.cfg, "rope_theta", config.rope_theta)
+    objective = LanguageModeling(
+        attention="dense",
+        mtp_depth=config.mtp.depth,
+        mtp_lambda=config.mtp.weight,
+        mtp_every=config.mtp.every,
+        balance_coef=config.balance_coef,
+    )
+    run_lm(stage, model, objective, packing="best_fit", attention="dense")

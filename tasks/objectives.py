@@ -1,0 +1,105 @@
+"""Objectives of the language-model stages, as the trainer takes them: (model, batch, step) -> (loss, logs).
+
+`LanguageModeling` is next-token prediction plus multi-token prediction; with `index_rows` it is sparse adaptation, where
+the indexer learns from its KL loss and the backbone from the language-model loss, gradients disjoint (DeepSeek-V3.2 §2.1,
+GLM-5 §2.1.1). `IndexerWarmup` trains the indexer alone against dense attention.
+
+Check it:  python -m pytest tests/tasks/test_objectives.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cross_entropy import linear_cross_entropy
+from tasks.trainer import IGNORE, Batch
+
+
+def shift_targets(targets_bs: Tensor, depth: int) -> Tensor:
+    """Targets of MTP depth `depth`: position i of the result is the target of position i + depth, int64 [B, S].
+
+    -100 where the sequence ends, and where any target on the way is -100: what lies beyond a document's end is no
+    continuation of this position.
+    """
+    result = targets_bs
+    for _ in range(depth):
+        following = torch.cat([result[:, 1:], result.new_full((result.size(0), 1), IGNORE)], dim=1)
+        result = torch.where(targets_bs == IGNORE, IGNORE, following)
+    return result
+
+
+def cross_entropy(model: nn.Module, hidden_bsh: Tensor, targets_bs: Tensor) -> Tensor:
+    """Mean negative log-likelihood in nats over targets that are not -100."""
+    return linear_cross_entropy(hidden_bsh.flatten(0, 1), model.lm_head.weight, targets_bs.flatten())
+
+
+@dataclass(frozen=True)
+class LanguageModeling:
+    """L = L_main + mtp_lambda * mean_k CE_k (+ balance_coef * L_balance) (+ index_coef * L_index), GLM-5 §2.1 and notes A.5.
+
+    attention: 'dense' or 'sparse'. mtp_depth: how often the one MTP layer is unrolled; mtp_every: only at every n-th step
+    (1: always, the paper's way; a depth of three doubles a step's cost on a small model). index_rows: query rows per
+    sequence for the indexer's loss, or 'all', or None for no such loss. row_seed: base of the rows' draw.
+    """
+
+    attention: str = "dense"
+    mtp_depth: int = 0
+    mtp_lambda: float = 0.3
+    mtp_every: int = 1
+    balance_coef: float = 0.0
+    index_rows: int | str | None = None
+    index_coef: float = 1.0
+    row_seed: int = 0
+
+    def __call__(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, dict[str, Any]]:
+        depth = self.mtp_depth if (step + 1) % self.mtp_every == 0 else 0
+        out = model(
+            batch["input_ids_bs"],
+            attention=self.attention,
+            index_loss_rows=self.index_rows,
+            rows_seed=self.row_seed + step,
+            mtp_depth=depth,
+        )
+        targets_bs = batch["targets_bs"]
+        loss = main = cross_entropy(model, out.hidden_bsh, targets_bs)
+        logs: dict[str, Any] = {"lm_loss": main.detach(), "router_counts": out.router_counts}
+        if depth:
+            parts = [
+                cross_entropy(model, hidden, shift_targets(targets_bs, k)) for k, hidden in enumerate(out.mtp_hidden, 1)
+            ]
+            loss = loss + self.mtp_lambda * torch.stack(parts).mean()
+            logs |= {f"mtp_loss_{k}": part.detach() for k, part in enumerate(parts, 1)}
+        if self.balance_coef and out.aux_loss is not None:
+            loss = loss + self.balance_coef * out.aux_loss
+            logs["balance_loss"] = out.aux_loss.detach()
+        if out.index_loss is not None:
+            loss = loss + self.index_coef * out.index_loss
+            logs["index_kl"] = out.index_loss.detach()
+        return loss, logs
+
+
+@dataclass(frozen=True)
+class IndexerWarmup:
+    """L_I = mean over query rows of KL(p || softmax(I)), summed over layers, under dense attention with a frozen backbone.
+
+    p is the main attention's mass over the keys, heads summed and normalised. index_rows: rows per sequence, or 'all'.
+    """
+
+    index_rows: int | str = "all"
+    row_seed: int = 0
+    mtp_depth: int = 1
+
+    def __call__(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, dict[str, Any]]:
+        out = model(
+            batch["input_ids_bs"],
+            attention="dense",
+            index_loss_rows=self.index_rows,
+            rows_seed=self.row_seed + step,
+            index_only=True,
+            mtp_depth=self.mtp_depth if model.mtp is not None else 0,
+        )
+        return out.index_loss, {"index_kl": out.index_loss.detach()}
