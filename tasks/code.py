@@ -157,10 +157,15 @@ def read_index(acquired: Path) -> list[dict]:
     return sorted(pq.read_table(path).to_pylist(), key=lambda row: row["path"])
 
 
+def is_training_file(row: dict) -> bool:
+    """Whether an index row is a loose file (pages are in the WARC) that is not evaluation material."""
+    return row["path"].startswith("files/") and row.get("use") != "evaluation"
+
+
 def _candidates(stage: Stage, excluded: documents.Exclusions, tally: Counter) -> Iterator[dict]:
     config: Config = stage.config
     acquired = stage.dep("data/acquire")
-    rows = [r for r in read_index(acquired) if r["domain"] in config.domains and r["path"].startswith("files/")]
+    rows = [r for r in read_index(acquired) if r["domain"] in config.domains and is_training_file(r)]
     for row in stage.progress(rows, label="files"):
         file = acquired / row["path"]
         stage.seen()
@@ -171,7 +176,7 @@ def _candidates(stage: Stage, excluded: documents.Exclusions, tally: Counter) ->
         except (ValueError, OSError) as error:
             stage.reject(row["path"], "unreadable", str(error))
             continue
-        inner = row["path"].removeprefix("files/").partition("/")[2]
+        inner = row.get("member") or row["path"].removeprefix("files/").partition("/")[2]
         language, how = code_lang.detect(inner, text)
         source = f"{row['item']}/{row['version']}/{inner}"
         problem = fault(inner, text, len(data), language, config)
