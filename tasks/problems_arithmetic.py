@@ -47,7 +47,7 @@ class Addition:
 
     name: ClassVar[str] = "addition"
     low: int = 10
-    high: int = 999
+    high: int = 99
 
     def draw(self, rng: random.Random) -> Problem:
         a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
@@ -108,7 +108,7 @@ class Quantities:
     """
 
     name: ClassVar[str] = "quantities"
-    rows: int = 14
+    rows: int = 10
     low: int = 10
     high: int = 99
 

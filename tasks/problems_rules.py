@@ -72,7 +72,7 @@ class Rules:
 
     name: ClassVar[str] = "rules"
     keyword_share: float = 0.6
-    upper_share: float = 0.25
+    upper_share: float = 0.0
     max_count: int = 5
 
     def draw(self, rng: random.Random) -> Problem:

@@ -48,9 +48,9 @@ class Calculator:
     """One operation of numbers up to `high`; with `two_call_share`, a second operation on the result."""
 
     name: ClassVar[str] = "calculator"
-    low: int = 2
-    high: int = 999
-    two_call_share: float = 0.3
+    low: int = 10
+    high: int = 99
+    two_call_share: float = 0.25
 
     def draw(self, rng: random.Random) -> Problem:
         a, b, c = (rng.randint(self.low, self.high) for _ in range(3))

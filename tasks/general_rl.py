@@ -1,0 +1,64 @@
+"""General RL: instructions judged by rules and by the reward model together, on-policy GRPO with IcePop (§3.4).
+
+dvc repro general_rl          python -m tasks general_rl
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from model.losses import group_advantages, grpo_icepop_loss
+from model.reward import RewardModel
+from tasks.rl import draw_problems, micro_batches, pad, update
+from tasks.rl_run import PolicyRun, RunConfig
+from tasks.rollouts import Sample, statistics
+from tasks.stage import Stage
+
+
+class Config(RunConfig):
+    reward_model_weight: float = Field(0.2, ge=0, le=1, description="share of the reward model; the rest is rules")
+    beta: float = Field(2.0, ge=1, description="IcePop bound")
+    eps_low: float = Field(0.2, gt=0, lt=1)
+    eps_high: float = Field(0.28, gt=0)
+
+
+@torch.no_grad()
+def model_rewards(model: RewardModel, samples: list[Sample], micro_tokens: int) -> list[float]:
+    """The reward model's sigmoid score of each whole sample, in (0, 1)."""
+    scores = [0.0] * len(samples)
+    for group in micro_batches(samples, micro_tokens):
+        ids = pad([samples[i].ids for i in group], torch.long)
+        lengths = torch.tensor([len(samples[i].ids) for i in group])
+        for i, score in zip(group, model(ids, lengths).sigmoid().tolist()):
+            scores[i] = score
+    return scores
+
+
+def run(stage: Stage) -> None:
+    """Train data/agentic_rl's policy; write data/general_rl."""
+    config: Config = stage.config
+    weight = config.reward_model_weight
+    bounds = {"beta": config.beta, "eps_low": config.eps_low, "eps_high": config.eps_high}
+    judge = RewardModel.load(stage.dep("data/reward_model")).eval()
+    with PolicyRun(stage, stage.dep("data/agentic_rl"), config) as policy:
+        for step in policy.steps():
+            problems = draw_problems(policy.families, config.prompts, step)
+            groups = policy.roller.roll(policy.engine, problems, config.group_size, stage.rng_seed("rollout", step))
+            flat = [sample for group in groups for sample in group]
+            judged = model_rewards(judge, flat, config.policy.micro_tokens)
+            blended = [(1 - weight) * sample.reward + weight * score for sample, score in zip(flat, judged)]
+            advantages_pg = group_advantages(torch.tensor(blended).view(len(groups), config.group_size))
+            advantages = policy.advantages(advantages_pg.flatten().tolist(), step)
+
+            def loss(logp_bt, rollout_bt, advantages_b, mask_bt, sequences=len(flat)):
+                old_bt = logp_bt.detach()
+                return grpo_icepop_loss(
+                    logp_bt, old_bt, rollout_bt, advantages_b, mask_bt, denominator=sequences, **bounds
+                )
+
+            scale = config.policy.lr_scale(step, config.steps)
+            logs = update(policy.model, policy.optimizer, flat, advantages, loss, config.policy, scale)
+            shown = {"reward_model": sum(judged) / len(judged), "blended": sum(blended) / len(blended)}
+            policy.end_step(step, {**statistics(groups), **shown, **logs})
+        policy.finish(stage.out("data/general_rl"))

@@ -1,0 +1,140 @@
+"""Supervised fine-tuning: the loss falls on what the assistant would sample, all families mixed in every batch (§3.1).
+
+dvc repro sft          python -m tasks sft
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from tasks.sft_data import SftSet
+from tasks.stage import Stage, StageConfig
+from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Trainer, pick_device
+
+
+class Config(StageConfig):
+    batch_samples: int = Field(ge=1, description="conversations of one optimizer step")
+    epochs: float = Field(1.0, gt=0, description="passes over the train split; each in its own order")
+    micro_tokens: int = Field(4096, ge=64, description="padded tokens of one forward")
+    warmup_share: float = Field(0.05, ge=0, le=1, description="of the steps, learning rate rising from 0")
+    final_lr_share: float = Field(0.1, ge=0, le=1, description="of the peak, reached linearly at the last step")
+    optimizer: OptimizerSettings
+    loop: LoopSettings = LoopSettings()
+    eval_problems: int = Field(64, ge=0, description="held-out problems of each family solved at the end, 0 for none")
+
+
+def sft_batches(data: SftSet, batch_samples: int, micro_tokens: int, seed: int, step: int) -> list[Batch]:
+    """Micro-batches of one step, samples of similar length together: input_ids_bs and targets_bs (IGNORE off the mask).
+
+    Samples come in a fresh order every epoch; the function depends on its arguments only.
+    """
+    places = range(step * batch_samples, (step + 1) * batch_samples)
+    orders = {place // len(data) for place in places}
+    permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(len(data)) for epoch in orders}
+    rows = [data[permutations[place // len(data)][place % len(data)]][1:] for place in places]
+    rows.sort(key=lambda row: len(row[0]))
+    return [padded(group) for group in length_groups(rows, micro_tokens)]
+
+
+def length_groups(rows: list[tuple[np.ndarray, np.ndarray]], micro_tokens: int) -> list[list]:
+    """Cut rows sorted by length into groups of at most micro_tokens when padded."""
+    groups: list[list] = []
+    for row in rows:
+        if groups and (len(groups[-1]) + 1) * len(row[0]) <= micro_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def padded(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    """Right-padded int64 [B, S] inputs and shifted targets of (ids, mask) rows."""
+    width = max(len(ids) for ids, _ in rows) - 1
+    inputs = np.zeros((len(rows), width), dtype=np.int64)
+    targets = np.full((len(rows), width), IGNORE, dtype=np.int64)
+    real = np.zeros((len(rows), width), dtype=bool)
+    for i, (ids, mask) in enumerate(rows):
+        n = len(ids) - 1
+        inputs[i, :n] = ids[:-1]
+        real[i, :n] = True
+        targets[i, :n] = np.where(mask[1:] == 1, ids[1:].astype(np.int64), IGNORE)
+    return {
+        "input_ids_bs": torch.from_numpy(inputs),
+        "targets_bs": torch.from_numpy(targets),
+        "token_mask_bs": torch.from_numpy(real),
+    }
+
+
+def objective(model: torch.nn.Module, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Mean cross entropy (nats) over trained tokens, with the sparse attention the model is served with."""
+    from kernels.cross_entropy import linear_cross_entropy
+
+    out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch["token_mask_bs"])
+    hidden_nh, targets_n = out.hidden_bsh.flatten(0, 1), batch["targets_bs"].flatten()
+    trained = targets_n != IGNORE
+    loss = linear_cross_entropy(hidden_nh[trained], model.lm_head.weight, targets_n[trained])
+    return loss, {"router_counts": out.router_counts}
+
+
+def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> dict[str, float]:
+    """Mean loss per trained token of each family's held-out samples."""
+    sums: dict[str, list[float]] = {}
+    for name in sorted({data[i][0] for i in range(len(data))}):
+        rows = sorted((data[i][1:] for i in range(len(data)) if data[i][0] == name), key=lambda row: len(row[0]))
+        for group in length_groups(rows, micro_tokens):
+            batch = padded(group)
+            count = int((batch["targets_bs"] != IGNORE).sum())
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0] += float(objective(model, batch, 0)[0]) * count
+            total[1] += count
+    return {f"loss/{name}": total / count for name, (total, count) in sums.items()}
+
+
+def run(stage: Stage) -> None:
+    """Train from the mid-trained sparse checkpoint; report held-out losses and held-out accuracy."""
+    from model.checkpoint import load_checkpoint, save_checkpoint
+    from model.decode import Decoder
+    from model.muon import build_optimizer
+    from tasks.problems import build_all
+    from tasks.rl_eval import evaluate_families, load_tokenizer, sft_families
+
+    config: Config = stage.config
+    torch.set_num_threads(int(stage.params.get("threads", 1)))
+    source, data_dir = stage.dep("data/dsa_adapt"), stage.dep("data/sft_data")
+    train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
+    model = load_checkpoint(source).to(pick_device())
+    # the indexer keeps what the DSA stages taught it: nothing here trains it
+    optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))
+    steps = max(1, round(config.epochs * len(train) / config.batch_samples))
+    warm = max(1, round(config.warmup_share * steps))
+
+    def lr_factor(step: int) -> float:
+        return min(1.0, (step + 1) / warm) * (1 - (1 - config.final_lr_share) * step / max(1, steps - 1))
+
+    trainer = Trainer(
+        stage,
+        model,
+        optimizer,
+        objective,
+        lambda step: sft_batches(train, config.batch_samples, config.micro_tokens, stage.rng_seed("order"), step),
+        steps=steps,
+        lr_factor=lr_factor,
+        settings=config.loop,
+        evaluate=lambda m, step: heldout_losses(m, heldout, config.micro_tokens),
+    )
+    losses = trainer.run()
+    save_checkpoint(model, stage.out("data/sft"), tokenizer_dir=source)
+    accuracy = {}
+    if config.eval_problems:
+        families = build_all(sft_families(data_dir))
+        decoder, tokenizer = Decoder(model), load_tokenizer(source)
+        for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            accuracy[mode] = evaluate_families(
+                decoder, tokenizer, families, config.eval_problems, stage.rng_seed("eval"), temperature=temperature
+            )
+        stage.print(f"held-out accuracy: {accuracy}")
+    stage.metric(steps=steps, heldout=losses, accuracy=accuracy)

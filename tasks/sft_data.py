@@ -1,0 +1,153 @@
+"""SFT data: worked problems of every family and short chat, rendered with the GLM-5 template, tokenized with a loss mask.
+
+All families are mixed in one set, because a task that SFT leaves out cannot be brought back by the RL and distillation
+that follow (a policy explores only what it already does now and then).
+
+    dvc repro sft_data          python -m tasks sft_data
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from tasks import chat
+from tasks.problems import build, mix, samples
+from tasks.stage import Stage, StageConfig
+
+CHAT = "chat"
+
+
+class FamilyShare(StageConfig):
+    """How much of one family goes in."""
+
+    train: int = Field(ge=1, description="worked problems of the train split")
+    heldout: int = Field(32, ge=1, description="worked problems of the held-out split, for the validation loss")
+    options: dict[str, Any] = Field(default_factory=dict, description="fields of the family: ranges, lengths")
+
+
+class Config(StageConfig):
+    families: dict[str, FamilyShare] = Field(description="problem families by name")
+    chat_pairs: int = Field(0, ge=0, description="short conversations out of the acquired corpus, 0 for none")
+    chat_glob: str = Field("**/chatterbot_corpus/data/english/*.yml", description="where they are, below files/")
+    chat_max_chars: int = Field(80, ge=10, description="longest turn of a conversation that is taken")
+    heldout_of_ten: int = Field(1, ge=1, le=5, description="tenths of the conversations kept for validation")
+
+
+def conversations(root: Path, pattern: str, max_chars: int) -> Iterator[tuple[str, list[str]]]:
+    """(where, turns) of the YAML conversation files below `root`; long turns end a conversation before them.
+
+    Raises ValueError naming the file when it is not such a file.
+    """
+    import yaml
+
+    for path in sorted(Path(root).glob(pattern)):
+        where = path.relative_to(root).as_posix()
+        try:
+            entries = yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]
+        except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where}: expected a YAML mapping with a list 'conversations' ({error})") from error
+        for number, turns in enumerate(entries):
+            turns = [" ".join(str(turn).split()) for turn in turns or []]
+            short = next(
+                (i for i, turn in enumerate(turns) if not 0 < len(turn) <= max_chars or "<" in turn), len(turns)
+            )
+            if short >= 2:
+                yield f"{where}:{number}", turns[: short - short % 2]
+
+
+def chat_messages(turns: list[str]) -> list[dict[str, str]]:
+    """Alternating user and assistant messages."""
+    return [{"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)]
+
+
+class _Writer:
+    """Collects samples and writes them as flat arrays: ids, mask, offsets [n+1], family [n]."""
+
+    def __init__(self, names: list[str], vocab_size: int) -> None:
+        self.names, self.dtype = names, np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self.rows: list[tuple[int, list[int], list[int]]] = []
+
+    def add(self, family: str, ids: list[int], mask: list[int]) -> None:
+        self.rows.append((self.names.index(family), ids, mask))
+
+    def write(self, folder: Path, order_seed: int) -> dict[str, int]:
+        """Shuffle by seed, write, and return counts."""
+        folder.mkdir(parents=True)
+        random.Random(order_seed).shuffle(self.rows)
+        lengths = [len(ids) for _, ids, _ in self.rows]
+        np.save(folder / "ids.npy", np.array([t for _, ids, _ in self.rows for t in ids], dtype=self.dtype))
+        np.save(folder / "mask.npy", np.array([t for *_, mask in self.rows for t in mask], dtype=np.uint8))
+        np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+        np.save(folder / "family.npy", np.array([family for family, *_ in self.rows], dtype=np.uint8))
+        return {"samples": len(self.rows), "tokens": sum(lengths), "trained": sum(sum(m) for *_, m in self.rows)}
+
+
+class SftSet:
+    """One split on disk: `set[i]` is (family name, ids, mask) with ids and mask as numpy arrays."""
+
+    def __init__(self, root: Path, split: str) -> None:
+        folder = Path(root) / split
+        if not (folder / "ids.npy").is_file():
+            raise ValueError(f"{folder} holds no SFT samples; run the stage sft_data")
+        self.names = json.loads((Path(root) / "families.json").read_text())["names"]
+        self.ids, self.mask = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("ids", "mask"))
+        self.offsets, self.family = np.load(folder / "offsets.npy"), np.load(folder / "family.npy")
+
+    def __len__(self) -> int:
+        return len(self.family)
+
+    def __getitem__(self, i: int) -> tuple[str, np.ndarray, np.ndarray]:
+        cut = slice(self.offsets[i], self.offsets[i + 1])
+        return self.names[self.family[i]], self.ids[cut], self.mask[cut]
+
+
+def run(stage: Stage) -> None:
+    """Write train/, heldout/, families.json and examples.txt (one of each family, as text)."""
+    from tokenizers import Tokenizer
+
+    config: Config = stage.config
+    tokenizer = Tokenizer.from_file(str(stage.dep("data/tokenizer") / "tokenizer.json"))
+    out = stage.out("data/sft_data")
+    names = [*config.families, CHAT]
+    writers = {split: _Writer(names, tokenizer.get_vocab_size()) for split in ("train", "heldout")}
+    examples = []
+
+    def add(split: str, family: str, messages: list[dict[str, Any]]) -> None:
+        ids, mask = chat.render_tokens(tokenizer, messages, close=True)
+        writers[split].add(family, ids, mask)
+
+    for name, share in config.families.items():
+        family = build(name, **share.options)
+        for split, count in (("train", share.train), ("heldout", share.heldout)):
+            drawn = samples(family, split, 0, count)
+            for problem in stage.progress(drawn, label=f"{name} {split}"):
+                add(split, name, [*problem.messages, *problem.solution])
+        examples.append(chat.render([*drawn[0].messages, *drawn[0].solution], close=True))
+
+    counts = {"train": 0, "heldout": 0}
+    found = conversations(stage.dep("data/acquire") / "files", config.chat_glob, config.chat_max_chars)
+    for where, turns in sorted(found, key=lambda item: mix(stage.seed, item[0])) if config.chat_pairs else ():
+        if counts["train"] >= config.chat_pairs:
+            break
+        split = "heldout" if mix(CHAT, turns[0].lower()) % 10 < config.heldout_of_ten else "train"
+        counts[split] += 1
+        add(split, CHAT, chat_messages(turns))
+        if sum(counts.values()) == 1:
+            examples.append(chat.render(chat_messages(turns), close=True))
+    if config.chat_pairs and not counts["train"]:
+        stage.print(f"no conversations match files/{config.chat_glob}: the set has problems only")
+
+    written = {split: writer.write(out / split, stage.rng_seed("order", split)) for split, writer in writers.items()}
+    families = {name: share.options for name, share in config.families.items()}
+    (out / "families.json").write_text(json.dumps({"names": names, "options": families}, indent=2) + "\n")
+    (out / "examples.txt").write_text("\n\n".join(examples) + "\n", encoding="utf-8")
+    stage.rows(**{f"{split}_{key}": value for split, numbers in written.items() for key, value in numbers.items()})
+    per_family = {name: sum(names[f] == name for f, *_ in writers["train"].rows) for name in names}
+    stage.metric(**written, families=per_family)
