@@ -64,7 +64,7 @@ def save_checkpoint(
     tokenizer_dir: Path | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write config.json, generation_config.json, model.safetensors (shards with an index above max_shard_bytes), tokenizer files."""
+    """Write config.json, generation_config.json, model.safetensors (sharded above max_shard_bytes), tokenizer."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = disk_tensors(model)
@@ -141,7 +141,7 @@ def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
 def load_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -> GlmMoeDsa:
     """The model of a checkpoint directory, in `dtype` (router and indexer head weights stay fp32). Strict, see load_weights.
 
-    transformers drops the MTP layer when it re-saves a model and keeps num_nextn_predict_layers: set that to 0 in its config.json.
+    transformers drops the MTP layer when it re-saves a model but keeps num_nextn_predict_layers: set that to 0 there.
     """
     cfg = load_config(directory)
     with torch.device("meta"):

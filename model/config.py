@@ -87,7 +87,7 @@ class ModelConfig:
         return cls(**params)
 
     def to_hf(self) -> dict:
-        """The config.json dictionary that transformers' GlmMoeDsaConfig reads. rope_theta is always written: the default is wrong."""
+        """The config.json dictionary that transformers' GlmMoeDsaConfig reads, with rope_theta always written out."""
         values = dataclasses.asdict(self)
         theta = values.pop("rope_theta")
         values["eos_token_id"] = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id

@@ -153,9 +153,9 @@ class GlmMoeDsa(nn.Module):
                 aux_losses.append(
                     None if results[0].aux_loss is None else torch.stack([r.aux_loss for r in results]).mean()
                 )
-                if index_loss_rows is not None:
-                    index_losses.append(torch.stack([r.index_loss for r in results]).mean())
         if index_loss_rows is not None:
+            if mtp_depth:  # outside of `frozen`: this loss has a gradient even where nothing else has
+                index_losses.append(torch.stack([r.index_loss for r in results]).mean())
             out.index_loss = torch.stack(index_losses).sum()
         if aux_losses and all(a is not None for a in aux_losses):
             out.aux_loss = torch.stack(aux_losses).sum()
@@ -172,7 +172,7 @@ class GlmMoeDsa(nn.Module):
         return torch.rand(batch, size, generator=generator).topk(min(rows, size), dim=1).indices.sort(dim=1).values
 
     def update_router_bias(self, router_counts: list[torch.Tensor], rate: float) -> None:
-        """Loss-free balancing after a step: one entry per MoE layer, as forward returns them (sum over micro-batches and ranks)."""
+        """Loss-free balancing after a step: counts per MoE layer as forward returns them (sum over micro-batches and ranks)."""
         gates = [m.mlp.gate for m in self.model.layers if isinstance(m.mlp, MoE)]
         if len(router_counts) > len(gates):
             raise ValueError(f"got counts for {len(router_counts)} MoE layers, the model has {len(gates)}")
