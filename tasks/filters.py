@@ -1,0 +1,243 @@
+"""Heuristic document filters in the manner of Gopher, C4 and FineWeb: each is one measurement with bounds from params.
+
+A measurement is a function of `Stats` (the document's lines and words, split once) that returns a float, or None where it
+does not apply to the language. A document is removed by the first rule whose measurement leaves its [low, high].
+The paper gives no thresholds (notes D.2), so all of them are configuration.
+
+    python -m tasks.filters < page.txt     prints every measurement of a text
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+Bounds = tuple[float | None, float | None]
+UNSPACED = frozenset("zh ja th lo km my bo wuu yue".split())  # scripts without blanks between words
+_WORD = re.compile(r"\S+")
+_HAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u0f00-\u0fff]")
+_BULLET = re.compile(r"\s*(?:[-*\u2022\u2023\u25b6\u25cf\u25e6\u2013\u2014>]|\d{1,3}[.)])\s")
+_SENTENCE_END = tuple(".!?;:\"'\u201d\u2019\u3002\uff01\uff1f)")
+_POLICY = re.compile(
+    r"terms of (?:use|service)|privacy policy|cookie policy|uses? cookies|all rights reserved|powered by|"
+    r"(?:sign|log) ?(?:in|up)\b|forgot(?:ten)? (?:your )?password|javascript|subscribe|newsletter|copyright \W?\d{4}",
+    re.IGNORECASE,
+)
+_LOREM = re.compile(r"lorem ipsum|dolor sit amet", re.IGNORECASE)
+STOP_WORDS = {
+    "en": "the be to of and that have with is in for it on as",
+    "fr": "le la les de des et en un une du dans que est pour",
+    "es": "el la los de y en un una que por con las es del",
+    "de": "der die das und in den von zu mit ist ein eine auf",
+    "it": "il la di e che in un una per con del della sono",
+    "pt": "o a de e que em um uma para com do da os no",
+}
+_STOP_SETS = {lang: frozenset(words.split()) for lang, words in STOP_WORDS.items()}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A text split once for all rules."""
+
+    text: str
+    lang: str = ""
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Blank-separated words; characters in scripts that write no blanks."""
+        if self.lang in UNSPACED:
+            return [w for w in re.findall(rf"{_HAN.pattern}|[^\s{_HAN.pattern[1:-1]}]+", self.text)]
+        return _WORD.findall(self.text)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return [line for line in self.text.split("\n") if line.strip()]
+
+    @cached_property
+    def paragraphs(self) -> list[str]:
+        return [p.strip() for p in self.text.split("\n\n") if p.strip()]
+
+
+MEASURES: dict[str, Callable[[Stats], float | None]] = {}
+
+
+def measure(function: Callable[[Stats], float | None]) -> Callable[[Stats], float | None]:
+    """Register a measurement under its function's name."""
+    MEASURES[function.__name__] = function
+    return function
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _line_share(stats: Stats, test: Callable[[str], object]) -> float:
+    return _share(sum(1 for line in stats.lines if test(line)), len(stats.lines))
+
+
+@measure
+def words(s: Stats) -> float:
+    """Number of words (Gopher: 50 to 100,000)."""
+    return float(len(s.words))
+
+
+@measure
+def mean_word_length(s: Stats) -> float | None:
+    """Mean characters per word (Gopher: 3 to 10); not for unspaced scripts."""
+    return None if s.lang in UNSPACED else _share(sum(map(len, s.words)), len(s.words))
+
+
+@measure
+def symbol_ratio(s: Stats) -> float:
+    """Hash signs and ellipses per word (Gopher: at most 0.1)."""
+    return _share(s.text.count("#") + s.text.count("...") + s.text.count("\u2026"), len(s.words))
+
+
+@measure
+def bullet_lines(s: Stats) -> float:
+    """Share of lines that start with a bullet (Gopher: at most 0.9)."""
+    return _line_share(s, _BULLET.match)
+
+
+@measure
+def ellipsis_lines(s: Stats) -> float:
+    """Share of lines that end with an ellipsis (Gopher: at most 0.3)."""
+    return _line_share(s, lambda line: line.rstrip().endswith(("...", "\u2026")))
+
+
+@measure
+def alphabetic_words(s: Stats) -> float:
+    """Share of words with a letter (Gopher: at least 0.8; less where pages hold tables or code)."""
+    return _share(sum(1 for w in s.words if any(c.isalpha() for c in w)), len(s.words))
+
+
+@measure
+def stop_words(s: Stats) -> float | None:
+    """Share of words that are stop words of the language; only where we have a list (Gopher asks for two of eight)."""
+    stop = _STOP_SETS.get(s.lang)
+    return None if stop is None else _share(sum(1 for w in s.words if w.lower() in stop), len(s.words))
+
+
+@measure
+def sentence_lines(s: Stats) -> float:
+    """Share of lines that end like a sentence (C4's rule per line; FineWeb: at least 0.12)."""
+    return _line_share(s, lambda line: line.rstrip().endswith(_SENTENCE_END))
+
+
+@measure
+def short_lines(s: Stats) -> float:
+    """Share of lines under 30 characters (FineWeb: at most 0.67); 12 in unspaced scripts."""
+    limit = 12 if s.lang in UNSPACED else 30
+    return _line_share(s, lambda line: len(line.strip()) < limit)
+
+
+@measure
+def policy_lines(s: Stats) -> float:
+    """Share of lines that speak of terms, cookies, log-in, newsletters, JavaScript (C4 drops such lines)."""
+    return _line_share(s, _POLICY.search)
+
+
+@measure
+def lorem_ipsum(s: Stats) -> float:
+    """Occurrences of placeholder Latin (C4: none)."""
+    return float(len(_LOREM.findall(s.text)))
+
+
+@measure
+def duplicate_line_share(s: Stats) -> float:
+    """Share of lines that occurred before (Gopher: at most 0.3)."""
+    return 1 - _share(len(set(map(str.strip, s.lines))), len(s.lines)) if s.lines else 0.0
+
+
+@measure
+def duplicate_paragraph_share(s: Stats) -> float:
+    """Share of paragraphs that occurred before (Gopher: at most 0.3)."""
+    return 1 - _share(len(set(s.paragraphs)), len(s.paragraphs)) if s.paragraphs else 0.0
+
+
+@measure
+def duplicate_line_chars(s: Stats) -> float:
+    """Share of characters in lines that occurred before (Gopher: at most 0.2)."""
+    seen: set[str] = set()
+    repeated = 0
+    for line in map(str.strip, s.lines):
+        repeated += len(line) if line in seen else 0
+        seen.add(line)
+    return _share(repeated, sum(len(line.strip()) for line in s.lines))
+
+
+def top_ngram_share(words_: list[str], n: int) -> float:
+    """Share of characters in the most frequent n-gram (0 when it occurs once); ties go to the one that covers more."""
+    counts = Counter(zip(*(words_[i:] for i in range(n)), strict=False))
+    best = max(((c, sum(map(len, gram))) for gram, c in counts.items()), default=(1, 0))
+    return 0.0 if best[0] < 2 else min(1.0, _share(best[0] * best[1], sum(map(len, words_))))
+
+
+def duplicate_ngram_share(words_: list[str], n: int) -> float:
+    """Share of characters inside n-grams that occurred before, overlaps counted once (Gopher)."""
+    seen: set[tuple[str, ...]] = set()
+    repeated, covered_to = 0, 0
+    for i, gram in enumerate(zip(*(words_[j:] for j in range(n)), strict=False)):
+        if gram in seen:
+            repeated += sum(map(len, words_[max(i, covered_to) : i + n]))
+            covered_to = i + n
+        else:
+            seen.add(gram)
+    return _share(repeated, sum(map(len, words_)))
+
+
+@measure
+def top_2gram(s: Stats) -> float:
+    """Characters in the most frequent 2-gram (Gopher: at most 0.2)."""
+    return top_ngram_share(s.words, 2)
+
+
+@measure
+def top_4gram(s: Stats) -> float:
+    """Characters in the most frequent 4-gram (Gopher: at most 0.16)."""
+    return top_ngram_share(s.words, 4)
+
+
+@measure
+def duplicate_5grams(s: Stats) -> float:
+    """Characters in repeated 5-grams (Gopher: at most 0.15; templated reference pages need more)."""
+    return duplicate_ngram_share(s.words, 5)
+
+
+@measure
+def duplicate_10grams(s: Stats) -> float:
+    """Characters in repeated 10-grams (Gopher: at most 0.10)."""
+    return duplicate_ngram_share(s.words, 10)
+
+
+def check_rules(rules: Mapping[str, Bounds]) -> None:
+    """ValueError for a rule that is not a measurement, or whose bounds are empty."""
+    for name, (low, high) in rules.items():
+        if name not in MEASURES:
+            raise ValueError(f"web.filters: no filter {name!r}; there are {', '.join(MEASURES)}")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"web.filters.{name}: low {low} is above high {high}")
+
+
+def first_violation(text: str, lang: str, rules: Mapping[str, Bounds]) -> tuple[str, float] | None:
+    """(rule, measured value) of the first rule in order that the document breaks, or None."""
+    stats = Stats(text, lang)
+    for name, (low, high) in rules.items():
+        value = MEASURES[name](stats)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            return name, round(value, 6)
+    return None
+
+
+def main() -> None:
+    stats = Stats(sys.stdin.read(), sys.argv[1] if len(sys.argv) > 1 else "en")
+    for name, function in MEASURES.items():
+        print(f"{name:26} {function(stats)}")
+
+
+if __name__ == "__main__":
+    main()
