@@ -1,31 +1,29 @@
-"""Source files to documents of domain code (paper section 2.2: rule filters, language identification, fill-in-the-middle).
+"""Source files to documents of domain code (paper section 2.2: rule filters, language identification).
 
     python -m tasks code
 
 Reads the files that data/acquire/index.parquet marks with one of `domains`; tells each one's language from its name and its
 content (tasks/code_lang.py), applies rule filters, and records the licence of every file: its own SPDX line where there is
 one, that of its package otherwise. What a rule removes is in data/code/exclusions with reason and score; files that do not
-decode are in rejects. A configured share of the documents, chosen by their ids, is rearranged for fill-in-the-middle:
-prefix, suffix, then the middle (PSM).
+decode are in rejects. Fill-in-the-middle happens on tokens, in `pack`, so that deduplication and decontamination see the
+files as they are.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field
 
 from tasks import code_lang, documents
-from tasks.special_tokens import SPECIAL_TOKENS
 from tasks.stage import Stage, StageConfig
+from tasks.texts import read_index
 
 _SPDX = re.compile(r"SPDX-License-Identifier:\s*([\w.+ ()-]+?)\s*(?:\*/|-->|$)", re.MULTILINE)
 _GENERATED = re.compile(
@@ -53,7 +51,6 @@ class Config(StageConfig):
         0.0, ge=0, description="budget in MB of source text, filled by a hash of the ids; 0: no limit"
     )
     max_language_share: float = Field(1.0, gt=0, le=1, description="largest share of the budget for one language")
-    fim_rate: float = Field(0.5, ge=0, le=1, description="share of documents rearranged for fill-in-the-middle")
 
 
 def decode(data: bytes) -> str:
@@ -123,38 +120,7 @@ def fault(path: str, text: str, size: int, language: str, config: Config) -> tup
     alphanumeric = sum(c.isalnum() for c in solid) / len(solid)
     if alphanumeric < config.min_alphanumeric:
         return "alphanumeric", alphanumeric
-    if any(token in text for token in SPECIAL_TOKENS):
-        return "special_token", 1.0
     return None
-
-
-def fill_in_the_middle(text: str, seed: int) -> str:
-    """PSM arrangement: prefix, suffix, middle, cut at two places drawn from `seed` (character level).
-
-    prefix + middle + suffix is the original text. Texts under three characters stay as they are.
-    """
-    if len(text) < 3:
-        return text
-    first, second = sorted(random.Random(seed).sample(range(1, len(text)), 2))
-    prefix, middle, suffix = text[:first], text[first:second], text[second:]
-    return f"<|code_prefix|>{prefix}<|code_suffix|>{suffix}<|code_middle|>{middle}"
-
-
-def undo_fill_in_the_middle(text: str) -> str:
-    """The original text of a PSM document. ValueError when the three tokens are not there in order."""
-    found = re.fullmatch(r"<\|code_prefix\|>(.*)<\|code_suffix\|>(.*)<\|code_middle\|>(.*)", text, re.DOTALL)
-    if not found:
-        raise ValueError("not a fill-in-the-middle document")
-    prefix, suffix, middle = found.groups()
-    return prefix + middle + suffix
-
-
-def read_index(acquired: Path) -> list[dict]:
-    """Rows of data/acquire/index.parquet, sorted by path. ValueError when the table is absent."""
-    path = acquired / "index.parquet"
-    if not path.is_file():
-        raise ValueError(f"{path.name} is not in data/acquire: run `dvc repro acquire` first")
-    return sorted(pq.read_table(path).to_pylist(), key=lambda row: row["path"])
 
 
 def is_training_file(row: dict) -> bool:
@@ -218,22 +184,14 @@ def run(stage: Stage) -> None:
     licences: Counter[str] = Counter()
     with documents.Exclusions(out) as excluded:
         rows = _within_budget(list(_candidates(stage, excluded, tally)), config, excluded)
-        transformed = 0
         for row in rows:
             languages[row["lang"]] += 1
-            meta = json.loads(row["meta"])
-            licences[meta["licence"]] += 1
-            seed = stage.rng_seed(row["id"])
-            if random.Random(seed).random() < config.fim_rate and len(row["text"]) >= 3:
-                row["text"] = fill_in_the_middle(row["text"], seed)
-                row["meta"] = json.dumps(meta | {"fim": True}, sort_keys=True, ensure_ascii=False)
-                transformed += 1
+            licences[json.loads(row["meta"])["licence"]] += 1
         written = documents.write_documents(out, rows)
     stage.rows(documents=written["documents"], excluded=sum(excluded.counts.values()))
     stage.metric(
         documents=written["documents"],
         bytes=written["bytes"],
-        fill_in_the_middle=transformed,
         removed=dict(sorted(excluded.counts.items())),
         languages={"count": len(languages), "largest": dict(languages.most_common(30))},
         licences=dict(licences.most_common(30)),

@@ -6,8 +6,7 @@ Every text that the line evaluates on, or that a user names, is a list of items.
 of 13 words with an item, or holds the whole of an item that has fewer words. Punctuation and case do not count. Items below
 `min_words` words are too common to search for and are counted as `too_short`. The evaluation items are the held-out
 problems of tasks/problems.py and the files of `items` (text, JSON or JSON lines, directories of them; list such a path also
-under the stage's deps in dvc.yaml). Documents that spell one of the tokenizer's special tokens are removed here as well,
-since they would be encoded as control tokens; fill-in-the-middle documents, which use them on purpose, are not.
+under the stage's deps in dvc.yaml).
 
 metrics/decontaminate.json counts items searched and found; data/decontaminate/hits.parquet names document and item.
 """
@@ -26,7 +25,6 @@ import pyarrow as pa
 from pydantic import Field
 
 from tasks import documents, minhash
-from tasks.special_tokens import FIM_TOKENS, SPECIAL_TOKENS
 from tasks.stage import Stage, StageConfig
 
 HITS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("item", pa.string()), ("matched", pa.string())])
@@ -166,15 +164,6 @@ def heldout_items() -> Iterator[tuple[str, str]]:
         yield (f"problems:{number}", entry) if isinstance(entry, str) else (f"problems:{entry[0]}", entry[1])
 
 
-def special_token_in(row: dict) -> str:
-    """The first special token spelled in a document's text, "" for none; FIM tokens are allowed where meta says fim."""
-    text = row["text"]
-    if "<|" not in text and "[" not in text and "<" not in text:
-        return ""
-    allowed = FIM_TOKENS if row["domain"] == "code" and json.loads(row["meta"] or "{}").get("fim") else ()
-    return next((token for token in SPECIAL_TOKENS if token in text and token not in allowed), "")
-
-
 def build_index(config: Config, extra: Iterable[tuple[str, str]]) -> ItemIndex:
     """Index of every evaluation item named by the configuration, plus `extra`."""
     index = ItemIndex(config.ngram, config.min_words)
@@ -201,14 +190,11 @@ def run(stage: Stage) -> None:
         for row in stage.progress(rows, documents.count_documents(source), "documents"):
             stage.seen()
             found = index.search(row["text"])
-            token = "" if found else special_token_in(row)
             if found:
                 hits.extend({"id": row["id"], "source": row["source"], "item": n, "matched": m} for n, m in found)
                 item_hits.update(name for name, _ in found)
                 domains[row["domain"]] += 1
                 excluded.add(row, "evaluation_overlap", float(len(found)))
-            elif token:
-                excluded.add(row, "special_token", 1.0)
             else:
                 yield row
 

@@ -4,8 +4,8 @@
 
 From data/acquire: reStructuredText, Markdown, TeX and PDF files of the index's `domains`, and every page of the WARC files
 that holds MathML or TeX. Each document gets `math_score`, how educational and mathematical it reads, by chunk and
-aggregate: every chunk is scored alone; the length-weighted mean is `math_score`, the best chunk `math_max`. What falls below a limit is in the
-exclusions table.
+aggregate: every chunk is scored alone; the length-weighted mean is `math_score`, the best chunk `math_max`. What falls
+below a limit is in the exclusions table.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 from pydantic import Field
 
 from tasks import documents, latex
-from tasks.code import is_training_file, read_index
+from tasks.code import is_training_file
 from tasks.stage import Stage, StageConfig
+from tasks.texts import read_index
 
 _WORDS = frozenset(
     "theorem proof lemma corollary proposition definition equation function derivative integral matrix vector polynomial prime"
     " integer real complex sum product series limit let suppose assume hence thus therefore where given compute solve solution"
     " example exercise formula variable algebra geometry probability distribution sequence convergence root factor modulo"
-    " group ring field ideal elliptic curve algorithm linear differential coefficient exponent logarithm set map space dimension".split()
+    " group ring field ideal elliptic curve algorithm linear differential coefficient exponent logarithm set map space".split()
 )
 _UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^\w|\w_\{")
 _READERS = {"rst": latex.rst_to_text, "tex": latex.tex_to_text, "md": latex.markdown_to_text}

@@ -10,7 +10,6 @@ import pytest
 
 from tasks import decontaminate, documents
 from tasks.decontaminate import ItemIndex
-from tasks.special_tokens import SPECIAL_TOKENS
 from tasks.stage import run_stage_for_test
 
 WORDS = [
@@ -63,8 +62,8 @@ def test_two_items_with_a_common_run_are_both_named():
     assert [n for n, _ in index.search(f"x {common} y")] == ["a", "b"]
 
 
-def run(tmp_path, texts, config=None, deps=None, rows=None):
-    rows = rows or [documents.document(t, f"s{i}", "web") for i, t in enumerate(texts)]
+def run(tmp_path, texts, config=None, deps=None):
+    rows = [documents.document(t, f"s{i}", "web") for i, t in enumerate(texts)]
     documents.write_documents(tmp_path / "real", rows)
     config = {"heldout_problems": False} | (config or {})
     deps = {"data/dedup": tmp_path / "real"} | (deps or {})
@@ -99,14 +98,6 @@ def test_an_undeclared_or_broken_item_file_is_an_error_that_names_it(tmp_path):
     bad.write_text('{"q": 1}\n{broken\n')
     with pytest.raises(ValueError, match=r"bad.jsonl:2: not JSON"):
         run(tmp_path, ["a b"], {"items": ["bad.jsonl"]}, {"bad.jsonl": bad})
-
-
-def test_documents_that_spell_a_special_token_are_excluded_but_fim_documents_stay(tmp_path):
-    fim = "<|code_prefix|>a = 1\n<|code_suffix|>\nprint(b)<|code_middle|>b = a"
-    rows = [documents.document(f"some text {token} more", f"s{i}", "web") for i, token in enumerate(SPECIAL_TOKENS)]
-    rows += [documents.document(fim, "f", "code", meta={"fim": True}), documents.document(fim, "g", "code")]
-    rows += [documents.document("plain <b>text</b> [1] and |x|", "p", "web")]
-    assert [row["source"] for row in run(tmp_path, [], rows=rows)] == ["f", "p"]
 
 
 def test_heldout_problems_are_searched_for(tmp_path):
