@@ -53,7 +53,7 @@ def plan(targets: Iterable[str] | None = None, root: Path = ROOT) -> Plan:
         nodes = _nodes(repo)
         selected = match(nodes, targets)
         wanted = closure(nodes, selected)
-        changed = {name for name in repo.status(targets=sorted(wanted)) if name in wanted} if wanted else set()
+        changed = {name.rpartition(":")[2] for name in repo.status()} & wanted
     return Plan({n: node for n, node in nodes.items() if n in wanted}, selected, frozenset(changed))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from flows.graph import Node
 LOG_ENV = "ARCLINE_STAGE_LOG"
 MAX_LINES = 3000  # of one stage that are passed on; the file has them all
 GRACE_S = 3.0
+MARGIN_S = 30.0  # after a stage's own time limit
 
 
 class StageFailed(RuntimeError):
@@ -80,6 +82,9 @@ class Runner:
         on_first: Callable[[], dict[str, str]] | None = None,
     ) -> None:
         lockfile.install()
+        # DVC starts commands with $SHELL -c. Bash becomes the command; dash stays above it, and a stage whose parent is
+        # a shell would not die with this process.
+        os.environ["SHELL"] = shutil.which("bash") or os.environ.get("SHELL", "/bin/sh")
         self.root = root
         self.logs = root / "work" / "logs"
         self._slots = threading.Semaphore(slots)
@@ -131,7 +136,10 @@ class Runner:
         try:
             with Repo(str(self.root), _wait_for_lock=True) as repo:
                 done = repo.reproduce(
-                    node.name, single_item=True, force=force, run_env={**self._env, LOG_ENV: str(log)}
+                    f"{os.path.relpath(self.root / 'dvc.yaml')}:{node.name}",
+                    single_item=True,
+                    force=force,
+                    run_env={**self._env, LOG_ENV: str(log)},
                 )
         except DvcException as error:
             pump.close()
@@ -196,7 +204,7 @@ class _Pump:
     def __init__(self, path: Path, say: Callable[[str], None], limit_minutes: float | None) -> None:
         self._path, self._say = path, say
         # The stage enforces its limit itself; this one is for a stage that is stuck outside Python.
-        self._limit = limit_minutes * 60 + 30 if limit_minutes else None
+        self._limit = limit_minutes * 60 + MARGIN_S if limit_minutes else None
         self.expired = False
         self._lines = 0
         self._done = threading.Event()
