@@ -1,0 +1,120 @@
+"""Pack: every document arrives once, whole, in its domain and split; special-token text stays text; fill-in-the-middle."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tasks import pack
+from tasks.documents import document, write_documents
+from tasks.special_tokens import SPECIAL_TOKENS
+from tasks.stage import run_stage_for_test
+from tasks.tokens import TokenSet, split_of
+
+DEPS = ("data/tokenizer", "data/decontaminate")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["def f(x): return x + 1\n", "the quick brown fox"] * 20, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def documents():
+    rows = [document(f"def f{i}(x): return x + {i} # é漢\n" * (i % 7 + 1), f"s{i}", "code") for i in range(60)]
+    rows += [document(f"fox {i} says <|user|> and <|endoftext|> to all", f"w{i}", "web") for i in range(40)]
+    return rows
+
+
+def run(tmp_path, tokenizer_dir, rows, **config):
+    write_documents(tmp_path / "in", rows)
+    return run_stage_for_test(
+        pack,
+        config,
+        deps=dict(zip(DEPS, (tokenizer_dir, tmp_path / "in"))),
+        outs=["data/pack/pretrain"],
+        name="pack-pretrain",
+        tmp=tmp_path,
+    )
+
+
+def test_every_document_arrives_whole(tmp_path, tokenizer_dir):
+    rows = documents()
+    run(tmp_path, tokenizer_dir, rows, val_fraction=0.2, batch_documents=7)
+    tokens = TokenSet(tmp_path / "data/pack/pretrain")
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    assert tokens.vocab_size == tokenizer.get_vocab_size()
+    for domain in ("code", "web"):
+        for split in ("train", "val"):
+            shard = tokens.shard(domain, split)
+            want = [r["text"] for r in rows if r["domain"] == domain and split_of(r["id"], 0.2) == split]
+            found = [shard.document(i) for i in range(len(shard))]
+            assert [tokenizer.decode(ids[:-1], skip_special_tokens=False) for ids in found] == want and want
+            assert all(ids[-1] == tokens.eot_id and (ids[:-1] < 300).all() for ids in found), "control tokens from text"
+            counted = tokens.meta["domains"][domain][split]
+            assert counted["bytes"] == sum(len(t.encode()) for t in want)
+            assert counted["bytes"] == sum(int(tokens.token_bytes[ids].sum()) for ids in found)
+
+
+def test_fill_in_the_middle(tmp_path, tokenizer_dir):
+    rows = documents()
+    run(tmp_path, tokenizer_dir, rows, val_fraction=0.2, fim_rate=0.5)
+    tokens = TokenSet(tmp_path / "data/pack/pretrain")
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    prefix, middle, suffix = (tokenizer.token_to_id(f"<|code_{p}|>") for p in ("prefix", "middle", "suffix"))
+    shard = tokens.shard("code", "train")
+    want = [r["text"] for r in rows if r["domain"] == "code" and split_of(r["id"], 0.2) == "train"]
+    rearranged = 0
+    for i in range(len(shard)):
+        ids = shard.document(i)[:-1].tolist()
+        if prefix in ids:
+            rearranged += 1
+            assert ids[0] == prefix
+            s, m = ids.index(suffix), ids.index(middle)
+            ids = ids[1:s] + ids[m + 1 :] + ids[s + 1 : m]
+        assert tokenizer.decode(ids) == want[i]
+    assert 0.3 < rearranged / len(shard) < 0.7
+    assert prefix not in np.concatenate([tokens.shard("code", "val").tokens, tokens.shard("web").tokens])
+    metrics = json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())
+    assert metrics["code"]["fim"] == rearranged
+
+
+def test_two_runs_are_byte_identical(tmp_path, tokenizer_dir):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, tokenizer_dir, documents(), fim_rate=0.5)
+    a, b = (sorted((tmp_path / n / "data/pack/pretrain").rglob("*.*")) for n in "ab")
+    assert [p.name for p in a] == [p.name for p in b] and len(a) > 6
+    assert all(x.read_bytes() == y.read_bytes() for x, y in zip(a, b) if x.is_file() and x.name != "manifest.json")
+
+
+def test_cap_keeps_a_sample_and_says_so(tmp_path, tokenizer_dir):
+    run(tmp_path, tokenizer_dir, documents(), max_mb={"code": 0.003})
+    metrics = json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())
+    code, web = metrics["code"], metrics["web"]
+    assert (
+        0 < code["left_out_by_cap"] < 60 and code["left_out_by_cap"] + code["train"]["docs"] + code["val"]["docs"] == 60
+    )
+    assert code["train"]["bytes"] + code["val"]["bytes"] < 6000 and web["left_out_by_cap"] == 0
+
+
+def test_empty_and_repeated_documents_are_counted(tmp_path, tokenizer_dir):
+    rows = documents()
+    stage = run(tmp_path, tokenizer_dir, [*rows, rows[3], document(" \n", "blank", "web")])
+    assert stage._rejected == 1
+    assert json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())["code"]["repeated"] == 1
+    assert "blank" not in (tmp_path / "data/pack/pretrain/rejects/part-00000.jsonl").read_text().split('"reason"')[1]
+
+
+def test_nothing_to_pack_is_an_error(tmp_path, tokenizer_dir):
+    with pytest.raises(ValueError, match="hold no document"):
+        run(tmp_path, tokenizer_dir, [])
