@@ -1,5 +1,7 @@
 """Muon Split: who owns what, block by block; update size; equality with a written-out reference; state in logical names."""
 
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 from kernels.newton_schulz import newton_schulz_reference
+from model.config import ModelConfig
 from model.muon import OptimConfig, build_optimizer, format_ownership, ownership_table, split_blocks
 
 CFG = SimpleNamespace(num_attention_heads=4, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32)
@@ -70,6 +73,60 @@ def parameters(model):
 def test_table_is_pinned():
     table = {n: (o, b) for n, _, o, b in ownership_table(Toy(), OptimConfig())}
     assert table == TABLE
+
+
+# The whole model's table: layers that look alike are one row with their count.
+MODEL_TABLE = """
+adamw 1 model.embed_tokens.weight
+muon 5 self_attn.q_a_proj.weight: 1 x [96, 128]
+adamw 5 self_attn.q_a_layernorm.weight
+muon 5 self_attn.q_b_proj.weight: 4 x [32, 96]
+muon 5 self_attn.kv_a_proj_with_mqa.weight: 1 x [72, 128]
+adamw 5 self_attn.kv_a_layernorm.weight
+muon 5 self_attn.kv_b_proj.weight: 4 x [24, 64] + 4 x [32, 64]
+muon 5 self_attn.o_proj.weight: 1 x [128, 128]
+muon 5 self_attn.indexer.wq_b.weight: 1 x [128, 96]
+muon 5 self_attn.indexer.wk.weight: 1 x [32, 128]
+adamw 5 self_attn.indexer.k_norm.weight
+adamw 5 self_attn.indexer.k_norm.bias
+muon 5 self_attn.indexer.weights_proj.weight: 1 x [4, 128]
+muon 1 mlp.gate_proj.weight: 1 x [256, 128]
+muon 1 mlp.up_proj.weight: 1 x [256, 128]
+muon 1 mlp.down_proj.weight: 1 x [128, 256]
+adamw 5 input_layernorm.weight
+adamw 5 post_attention_layernorm.weight
+muon 4 mlp.gate.weight: 1 x [8, 128]
+muon 4 mlp.experts.gate_up_proj: 16 x [64, 128]
+muon 4 mlp.experts.down_proj: 8 x [128, 64]
+muon 4 mlp.shared_experts.gate_proj.weight: 1 x [64, 128]
+muon 4 mlp.shared_experts.up_proj.weight: 1 x [64, 128]
+muon 4 mlp.shared_experts.down_proj.weight: 1 x [128, 64]
+adamw 1 enorm.weight
+adamw 1 hnorm.weight
+muon 1 eh_proj.weight: 1 x [128, 256]
+adamw 1 shared_head.norm.weight
+adamw 1 model.norm.weight
+adamw 1 lm_head.weight
+"""
+
+
+def test_table_of_the_whole_model_is_pinned():
+    from model.transformer import GlmMoeDsa
+
+    cfg = ModelConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+        first_k_dense_replace=1, num_attention_heads=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=24,
+        qk_rope_head_dim=8, v_head_dim=32, index_n_heads=4, index_head_dim=32, index_topk=64, n_routed_experts=8,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GlmMoeDsa(cfg)
+    rows = Counter()
+    for name, _, optimizer, blocks in ownership_table(model, OptimConfig()):
+        short = re.sub(r"^model\.layers\.\d+\.", "", name) + (f": {blocks}" if blocks else "")
+        rows[optimizer, short] += 1
+    assert {f"{o} {n} {s}" for (o, s), n in rows.items()} == set(MODEL_TABLE.strip().splitlines())
+    assert sum(rows.values()) == len(list(model.parameters()))
 
 
 def test_switches_move_the_head_and_the_indexer():
