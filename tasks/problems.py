@@ -140,7 +140,7 @@ def samples(family: Family, split: str, start: int, count: int) -> list[Problem]
 
 def heldout_texts(specs: Mapping[str, Mapping | None] | Sequence[str] | None = None, n: int = 200) -> Iterator[str]:
     """Texts of held-out problems with their answers, for the decontamination of training documents."""
-    for family in build_all(registry() if specs is None else specs).values():
+    for family in build_all(list(registry()) if specs is None else specs).values():
         for problem in samples(family, "heldout", 0, n):
             yield "\n".join(chat.visible_text(m["content"]) for m in problem.messages) + "\n" + problem.answer
 
