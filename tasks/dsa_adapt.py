@@ -12,8 +12,7 @@ from pydantic import Field
 
 from tasks.dsa_warmup import recall_windows
 from tasks.heldout import heldout_loss, indexer_recall
-from tasks.lm_run import LmConfig, run_lm, start_model, token_dep
-from tasks.objectives import LanguageModeling
+from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
 from tasks.stage import Stage
 
 
@@ -30,12 +29,9 @@ def run(stage: Stage) -> None:
     config: Config = stage.config
     tokens = token_dep(stage)
     model = start_model(stage, tokens)
-    objective = LanguageModeling(
+    objective = language_modeling(
+        config,
         attention="sparse",
-        mtp_depth=config.mtp.depth,
-        mtp_lambda=config.mtp.weight,
-        mtp_every=config.mtp.every,
-        balance_coef=config.balance_coef,
         index_rows=config.index_rows or "all",
         index_coef=config.index_coef,
         row_seed=stage.rng_seed("rows"),

@@ -5,8 +5,9 @@ Check it:  python -m pytest tests/tasks/test_heldout.py
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -72,6 +73,39 @@ def flat_heldout(results: dict[str, dict[str, float]]) -> dict[str, float]:
     return {f"val/{d}/{k}": v[k] for d, v in results.items() for k in ("bits_per_byte", "loss")}
 
 
+@contextlib.contextmanager
+def _attention_inputs(model: nn.Module, visit: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+    """While open, calls visit(attention module, x [B,S,H], rope factors) for every backbone layer of a forward pass."""
+
+    def hook(attention: nn.Module, args: tuple, kwargs: dict) -> None:
+        visit(attention, args[0], args[1])
+
+    hooks = [block.self_attn.register_forward_pre_hook(hook, with_kwargs=True) for block in model.blocks]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+@torch.no_grad()
+def max_attention_logits(model: nn.Module, input_ids_bs: Tensor) -> list[float]:
+    """The largest scaled attention logit of each layer over causal pairs: what Muon Split keeps bounded (GLM-5 §2.1)."""
+    size = input_ids_bs.shape[1]
+    future = torch.ones(size, size, dtype=torch.bool, device=input_ids_bs.device).triu(1)
+    largest: list[float] = []
+
+    def visit(attention: nn.Module, x_bsh: Tensor, cis_bsr: Tensor) -> None:
+        q = torch.cat(attention.project_q(attention.project_q_latent(x_bsh), cis_bsr), dim=-1)
+        k, _ = attention.expand_kv(*attention.project_kv_latent(x_bsh, cis_bsr))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * attention.softmax_scale
+        largest.append(float(logits.masked_fill(future, float("-inf")).max()))
+
+    with _attention_inputs(model, visit):
+        model(input_ids_bs, attention="dense")
+    return largest
+
+
 @torch.no_grad()
 def indexer_recall(
     model: nn.Module, input_ids_bs: Tensor, topks: Iterable[int], rows: int = 64, seed: int = 0
@@ -93,8 +127,7 @@ def indexer_recall(
     )
     results: list[dict[str, dict[str, float]]] = []
 
-    def measure(attention: nn.Module, args: tuple, kwargs: dict) -> None:
-        x_bsh, cis_bsr = args[0], args[1]
+    def measure(attention: nn.Module, x_bsh: Tensor, cis_bsr: Tensor) -> None:
         pick = torch.arange(batch, device=x_bsh.device)[:, None]
         at = rows_br.to(x_bsh.device)
         c_q = attention.project_q_latent(x_bsh)
@@ -119,10 +152,6 @@ def indexer_recall(
             layer[str(topk)] = shares | {"ratio": shares["indexer"] / shares["oracle"]}
         results.append(layer)
 
-    hooks = [block.self_attn.register_forward_pre_hook(measure, with_kwargs=True) for block in model.blocks]
-    try:
+    with _attention_inputs(model, measure):
         model(input_ids_bs, attention="dense")
-    finally:
-        for hook in hooks:
-            hook.remove()
     return results

@@ -19,13 +19,15 @@ from model.checkpoint import load_checkpoint, save_checkpoint
 from model.config import ModelConfig
 from model.muon import MuonSplit, build_optimizer
 from model.transformer import GlmMoeDsa
-from tasks.heldout import flat_heldout, heldout_loss
-from tasks.samplers import BatchSampler
+from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
+from tasks.objectives import LanguageModeling
+from tasks.samplers import BatchSampler, validation_windows
 from tasks.schedules import BatchSize, LearningRate
 from tasks.stage import Stage, StageConfig
 from tasks.tokens import TokenSet
 from tasks.trainer import LoopSettings, Objective, OptimizerSettings, Section, Trainer, pick_device, split_batch
 
+LOGIT_WINDOW = 512  # the largest attention logit is sought in one window of at most this length
 OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
 
 
@@ -45,6 +47,8 @@ class MtpSettings(Section):
 
     depth: int = Field(3, ge=0)
     weight: float = Field(0.3, ge=0, description="lambda in L = L_main + lambda * mean_k CE_k")
+    late_weight: float | None = Field(None, ge=0, description="lambda from late_tokens on; null: always `weight`")
+    late_tokens: int = Field(0, ge=0, description="tokens of this stage after which late_weight holds")
     every: int = Field(1, ge=1, description="only at every n-th step; 1 is the paper's way")
 
 
@@ -132,6 +136,35 @@ def make_optimizer(stage: Stage, model: nn.Module, train: str = "all") -> MuonSp
     return optimizer
 
 
+def batch_sizes(config: LmConfig) -> BatchSize:
+    """Rows of every step of the stage."""
+    return BatchSize(
+        config.seq_len,
+        config.rows,
+        config.tokens,
+        start_rows=config.start_rows,
+        ramp_tokens=config.ramp_tokens,
+        offset_tokens=config.schedule.offset_tokens,
+    )
+
+
+def language_modeling(config: LmConfig, **options: Any) -> LanguageModeling:
+    """Next-token and multi-token prediction as the stage's settings have it; `options` go to the objective."""
+    sizes, mtp = batch_sizes(config), config.mtp
+    late_step = None
+    if mtp.late_weight is not None:
+        late_step = next((s for s in range(sizes.steps) if sizes.tokens_before(s) >= mtp.late_tokens), sizes.steps)
+    return LanguageModeling(
+        mtp_depth=mtp.depth,
+        mtp_lambda=mtp.weight,
+        mtp_late_lambda=mtp.weight if mtp.late_weight is None else mtp.late_weight,
+        mtp_late_step=late_step,
+        mtp_every=mtp.every,
+        balance_coef=config.balance_coef,
+        **options,
+    )
+
+
 def run_lm(
     stage: Stage, model: GlmMoeDsa, objective: Objective, *, packing: str, attention: str, train: str = "all"
 ) -> dict[str, Any]:
@@ -142,14 +175,7 @@ def run_lm(
     config: LmConfig = stage.config
     tokens = token_dep(stage)
     schedule = config.schedule
-    batch_size = BatchSize(
-        config.seq_len,
-        config.rows,
-        config.tokens,
-        start_rows=config.start_rows,
-        ramp_tokens=config.ramp_tokens,
-        offset_tokens=schedule.offset_tokens,
-    )
+    batch_size = batch_sizes(config)
     rate = LearningRate(
         schedule.kind,
         schedule.total_tokens or batch_size.tokens_before(batch_size.steps),
@@ -176,12 +202,17 @@ def run_lm(
 
     seq_len = config.heldout.seq_len or config.seq_len
     results: dict[str, Any] = {}
+    if not any(tokens.tokens(d, "val") > 1 for d in tokens.domains):
+        raise ValueError(f"{tokens.directory}: no validation text; raise pack.val_fraction or add documents")
 
     def evaluate(model: nn.Module, step: int) -> dict[str, float]:
         found = heldout_loss(model, tokens, seq_len, config.heldout.windows, attention)
         results.clear()
         results.update(found)
-        return flat_heldout(found)
+        domain = max((d for d in found if d != "all"), key=lambda d: found[d]["tokens"])
+        window = torch.as_tensor(validation_windows(tokens.shard(domain, "val"), min(seq_len, LOGIT_WINDOW), 1)[0])
+        logits = max_attention_logits(model, window.to(next(model.parameters()).device))
+        return flat_heldout(found) | {"val/max_attention_logit": max(logits)}
 
     optimizer = make_optimizer(stage, model, train)
     trainer = Trainer(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tasks.lm_run import LmConfig, run_lm, start_model, token_dep
-from tasks.objectives import LanguageModeling
+from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
 from tasks.stage import Stage
 
 
@@ -30,11 +29,5 @@ def run(stage: Stage) -> None:
         )
     if config.rope_theta is not None:
         object.__setattr__(model.cfg, "rope_theta", config.rope_theta)
-    objective = LanguageModeling(
-        attention="dense",
-        mtp_depth=config.mtp.depth,
-        mtp_lambda=config.mtp.weight,
-        mtp_every=config.mtp.every,
-        balance_coef=config.balance_coef,
-    )
+    objective = language_modeling(config, attention="dense")
     run_lm(stage, model, objective, packing="best_fit", attention="dense")

@@ -42,13 +42,16 @@ class LanguageModeling:
     """L = L_main + mtp_lambda * mean_k CE_k (+ balance_coef * L_balance) (+ index_coef * L_index), GLM-5 §2.1 and notes A.5.
 
     attention: 'dense' or 'sparse'. mtp_depth: how often the one MTP layer is unrolled; mtp_every: only at every n-th step
-    (1: always, the paper's way; a depth of three doubles a step's cost on a small model). index_rows: query rows per
+    (1: always, the paper's way; a depth of three doubles a step's cost on a small model); from mtp_late_step on its weight
+    is mtp_late_lambda (GLM-4.5 §2.4: 0.3, then 0.1 after 15T tokens). index_rows: query rows per
     sequence for the indexer's loss, or 'all', or None for no such loss. row_seed: base of the rows' draw.
     """
 
     attention: str = "dense"
     mtp_depth: int = 0
     mtp_lambda: float = 0.3
+    mtp_late_lambda: float = 0.3
+    mtp_late_step: int | None = None
     mtp_every: int = 1
     balance_coef: float = 0.0
     index_rows: int | str | None = None
@@ -71,7 +74,8 @@ class LanguageModeling:
             parts = [
                 cross_entropy(model, hidden, shift_targets(targets_bs, k)) for k, hidden in enumerate(out.mtp_hidden, 1)
             ]
-            loss = loss + self.mtp_lambda * torch.stack(parts).mean()
+            late = self.mtp_late_step is not None and step >= self.mtp_late_step
+            loss = loss + (self.mtp_late_lambda if late else self.mtp_lambda) * torch.stack(parts).mean()
             logs |= {f"mtp_loss_{k}": part.detach() for k, part in enumerate(parts, 1)}
         if self.balance_coef and out.aux_loss is not None:
             loss = loss + self.balance_coef * out.aux_loss

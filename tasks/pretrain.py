@@ -8,8 +8,7 @@ The indexer is part of the model but not trained here; its own stages follow mid
 
 from __future__ import annotations
 
-from tasks.lm_run import LmConfig, run_lm, start_model, token_dep
-from tasks.objectives import LanguageModeling
+from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
 from tasks.stage import Stage
 
 
@@ -22,12 +21,6 @@ def run(stage: Stage) -> None:
     model = start_model(stage, token_dep(stage))
     counts = model.cfg.count_parameters()
     stage.print("parameters: " + ", ".join(f"{k} {v['total']:,} ({v['active']:,} active)" for k, v in counts.items()))
-    objective = LanguageModeling(
-        attention="dense",
-        mtp_depth=config.mtp.depth,
-        mtp_lambda=config.mtp.weight,
-        mtp_every=config.mtp.every,
-        balance_coef=config.balance_coef,
-    )
+    objective = language_modeling(config, attention="dense")
     run_lm(stage, model, objective, packing="window", attention="dense")
     stage.metric(parameters=counts)

@@ -72,6 +72,9 @@ class LoopSettings(Section):
     log_every: int = Field(10, ge=1, description="steps between points of the curves")
     eval_every: int = Field(0, ge=0, description="steps between held-out evaluations; 0: only at the end")
     router_bias_rate: float = Field(1e-3, ge=0, description="step of the router's balancing bias (0: frozen)")
+    router_bias_tokens: int | None = Field(
+        None, ge=0, description="the bias is frozen after this many tokens of the stage"
+    )
     precision: str = Field("float32", pattern="^(float32|bfloat16)$", description="bfloat16 runs under autocast")
 
 
@@ -230,7 +233,8 @@ class Trainer:
         if router_counts:
             # The worst layer's fullest expert against an even split: 1 is perfect balance.
             logs["router_max_load"] = max(float(c.max() * c.numel() / c.sum().clamp(min=1)) for c in router_counts)
-            if self.settings.router_bias_rate:
+            limit = self.settings.router_bias_tokens
+            if self.settings.router_bias_rate and (limit is None or self.counters["tokens"] < limit):
                 self.model.update_router_bias(router_counts, self.settings.router_bias_rate)
         self.counters["tokens"] += sum(
             batch["input_ids_bs"].numel() for batch in micro_batches if "input_ids_bs" in batch

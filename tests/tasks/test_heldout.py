@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tasks.heldout import flat_heldout, heldout_loss, indexer_recall
+from tasks.heldout import flat_heldout, heldout_loss, indexer_recall, max_attention_logits
 from tests.tasks.lm_case import micro_model, random_ids, write_tokens
 
 
@@ -62,3 +62,14 @@ def test_recall_of_a_perfect_indexer_is_the_oracles(monkeypatch):
 def test_recall_needs_long_sequences():
     with pytest.raises(ValueError, match="recall at 64 needs sequences longer than 32"):
         indexer_recall(micro_model(), random_ids(1, 32), [64])
+
+
+def test_largest_attention_logit_follows_the_queries():
+    model, ids = micro_model(), random_ids(2, 24)
+    before = max_attention_logits(model, ids)
+    with torch.no_grad():
+        for block in model.blocks[1:]:
+            block.self_attn.q_b_proj.weight.mul_(10)
+    after = max_attention_logits(model, ids)
+    assert len(before) == 2 and before[0] > 0
+    assert after == pytest.approx([before[0], 10 * before[1]], rel=1e-4)

@@ -36,13 +36,17 @@ def test_language_modeling_is_cross_entropy_plus_weighted_mtp():
         parts.append(F.cross_entropy(logits.flatten(0, 1), target.flatten()))
     assert float(loss.detach()) == pytest.approx(float((main + 0.3 * sum(parts) / 3).detach()), rel=1e-5)
     assert logs["lm_loss"] == pytest.approx(float(main.detach()), rel=1e-5)
-    assert [float(logs[f"mtp_loss_{k}"]) for k in (1, 2, 3)] == pytest.approx([float(p.detach()) for p in parts], rel=1e-5)
+    assert [float(logs[f"mtp_loss_{k}"]) for k in (1, 2, 3)] == pytest.approx(
+        [float(p.detach()) for p in parts], rel=1e-5
+    )
 
 
 def test_mtp_runs_at_every_nth_step_only():
     model, data = micro_model(), batch()
     objective = LanguageModeling(mtp_depth=1, mtp_every=4)
-    assert ["mtp_loss_1" in objective(model, data, s)[1] for s in range(8)] == [False] * 3 + [True] + [False] * 3 + [True]
+    assert ["mtp_loss_1" in objective(model, data, s)[1] for s in range(8)] == [False] * 3 + [True] + [False] * 3 + [
+        True
+    ]
 
 
 def test_warm_up_reaches_the_indexer_alone():
@@ -75,7 +79,7 @@ def test_adaptation_has_disjoint_gradients():
 def test_sampled_rows_depend_on_the_step_alone():
     model, data = micro_model(), batch(size=32)
     objective = IndexerWarmup(index_rows=4, row_seed=11)
-    values = [float(objective(model, data, s)[0]) for s in (0, 1, 0)]
+    values = [float(objective(model, data, s)[0].detach()) for s in (0, 1, 0)]
     assert values[0] == values[2] != values[1]
 
 
@@ -84,3 +88,11 @@ def test_balance_loss_counts_when_asked():
     plain = float(LanguageModeling()(model, data, 0)[0])
     loss, logs = LanguageModeling(balance_coef=0.5)(model, data, 0)
     assert float(loss.detach()) == pytest.approx(plain + 0.5 * float(logs["balance_loss"]), rel=1e-5)
+
+
+def test_mtp_weight_drops_late():
+    model, data = micro_model(), batch()
+    objective = LanguageModeling(mtp_depth=1, mtp_lambda=0.3, mtp_late_lambda=0.1, mtp_late_step=5)
+    for step, weight in ((4, 0.3), (5, 0.1)):
+        loss, logs = objective(model, data, step)
+        assert float(loss.detach()) == pytest.approx(float(logs["lm_loss"] + weight * logs["mtp_loss_1"]), rel=1e-5)
