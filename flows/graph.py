@@ -8,11 +8,15 @@ Nothing here runs a stage. dvc.yaml is the only place where the graph is written
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from flows import ROOT
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,16 @@ def read(root: Path = ROOT) -> dict[str, Node]:
         return _nodes(repo)
 
 
-def plan(targets: Iterable[str] | None = None, root: Path = ROOT) -> Plan:
-    """What a run of `targets` covers. One look at the whole workspace: what has not changed costs nothing later."""
+def plan(targets: Iterable[str] | None = None, root: Path = ROOT, say: Callable[[str], None] = print) -> Plan:
+    """What a run of `targets` covers. One look at the whole workspace: what has not changed costs nothing later.
+
+    Waits, and says so, while another DVC process is at work on a stage.
+    """
     with _open(root) as repo:
         nodes = _nodes(repo)
         selected = match(nodes, targets)
         wanted = closure(nodes, selected)
-        changed = {name.rpartition(":")[2] for name in repo.status()} & wanted
+        changed = {name.rpartition(":")[2] for name in when_free(repo.status, say)} & wanted
     return Plan({n: node for n, node in nodes.items() if n in wanted}, selected, frozenset(changed))
 
 
@@ -83,6 +90,33 @@ def closure(nodes: dict[str, Node], names: Iterable[str]) -> set[str]:
             found.add(name)
             todo.extend(nodes[name].upstream)
     return found
+
+
+def when_free(act: Callable[[], T], say: Callable[[str], None], check: Callable[[], None] = lambda: None) -> T:
+    """`act()`, again and again while another DVC process holds what it needs; `check` may raise to end the waiting."""
+    from dvc.exceptions import DvcException
+    from dvc.lock import LockError
+
+    told = False
+    while True:
+        try:
+            return act()
+        except DvcException as error:
+            held = next((cause for cause in causes(error) if isinstance(cause, LockError)), None)
+            if held is None:
+                raise
+            if not told:
+                say(f"waiting for another DVC process: {' '.join(str(held).split())[:300]}")
+                told = True
+            check()
+            time.sleep(1)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it was raised from, outermost first."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _open(root: Path):

@@ -122,7 +122,7 @@ def lifecycle(targets: list[str] | None = None, force: bool = False, profile: st
 
             if write_profile(profile, ROOT):
                 logger.info("params.yaml now holds profile %s", profile)
-        plan = graph.plan(targets, ROOT)
+        plan = graph.plan(targets, ROOT, logger.info)
         logger.info("%d stages, %d of them changed", len(plan.nodes), len(plan.changed))
         parent = _Parent(str(flow_run.id), {"targets": targets, "force": force, "profile": profile})
         run = _Run(plan, force, Runner(ROOT, SLOTS, on_first=parent.open))

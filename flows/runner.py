@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from flows import ROOT, lockfile
-from flows.graph import Node
+from flows.graph import Node, causes, when_free
 
 LOG_ENV = "ARCLINE_STAGE_LOG"
 MAX_LINES = 3000  # of one stage that are passed on; the file has them all
@@ -135,12 +136,10 @@ class Runner:
         pump = _Pump(log, say, node.timeout_minutes)
         try:
             with Repo(str(self.root), _wait_for_lock=True) as repo:
-                done = repo.reproduce(
-                    f"{os.path.relpath(self.root / 'dvc.yaml')}:{node.name}",
-                    single_item=True,
-                    force=force,
-                    run_env={**self._env, LOG_ENV: str(log)},
-                )
+                target = f"{os.path.relpath(self.root / 'dvc.yaml')}:{node.name}"
+                run_env = {**self._env, LOG_ENV: str(log)}
+                act = partial(repo.reproduce, target, single_item=True, force=force, run_env=run_env)
+                done = when_free(act, say, self._check)
         except DvcException as error:
             pump.close()
             self._check()
@@ -152,12 +151,7 @@ class Runner:
         return "Restored" if done else "Cached"
 
     def _explain(self, node: Node, error: BaseException, expired: bool) -> str:
-        reasons = []
-        cause: BaseException | None = error
-        while cause is not None:
-            if str(cause) not in reasons:
-                reasons.append(str(cause))
-            cause = cause.__cause__
+        reasons = list(dict.fromkeys(str(cause) for cause in causes(error)))
         if expired:
             reasons.append(f"stopped after its time limit of {node.timeout_minutes:g} minutes")
         lines = tail(self.log_path(node.name))

@@ -28,6 +28,7 @@ def toy(tmp_path):
 
 
 def test_runs_then_is_cached_then_restored(toy):
+    toy.set(raw={"text": "one"})
     _, output = toy.run("-c", RUN, "raw", "raw")
     assert "LOG [raw] step 3" in output
     assert "raw Completed" in output and "raw Cached" in output
@@ -35,7 +36,7 @@ def test_runs_then_is_cached_then_restored(toy):
     toy.set(raw={"text": "other"})
     _, output = toy.run("-c", RUN, "raw")
     assert "raw Completed" in output and toy.result("raw") != first
-    toy.set(raw={"text": ""})
+    toy.set(raw={"text": "one"})
     _, output = toy.run("-c", RUN, "raw")
     assert "raw Restored" in output and toy.result("raw") == first
 
@@ -80,3 +81,13 @@ def test_a_time_limit_that_the_stage_does_not_keep_is_kept_for_it(toy):
     _, output = toy.run("-c", code, "raw")
     assert "time limit of 0.1 minutes" in output and time.monotonic() - began > 6
     wait_until(lambda: not toy.processes(), 10)
+
+
+def test_waits_while_another_dvc_process_works_on_the_stage(toy):
+    toy.set(raw={"seconds": 3.0})
+    other = toy.start("-m", "dvc", "repro", "-s", "raw")
+    wait_until(lambda: toy.trace("raw"), what="dvc repro to start the stage")
+    _, output = toy.run("-c", RUN, "raw")
+    assert other.wait() == 0
+    assert "LOG waiting for another DVC process" in output and "raw Cached" in output
+    assert len(toy.trace("raw")) == 3
