@@ -99,8 +99,10 @@ class _Gathered(torch.autograd.Function):
             dprobs = torch.bmm(dout, gathered[..., :value_dim].transpose(1, 2))
             dlogits = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype).mul_(scale)
             dq_nhc[rows] = torch.bmm(dlogits, gathered)
-            dgathered = torch.bmm(dlogits.transpose(1, 2), q_nhc[rows])
-            dgathered[..., :value_dim].baddbmm_(probs.transpose(1, 2), dout)
+            # dlogits^T q + probs^T dout in one product: an in-place baddbmm into columns would run row by row.
+            dout_rhc = F.pad(dout, (0, kv_mc.shape[1] - value_dim))
+            left_rxk, right_rxc = torch.cat([dlogits, probs], dim=1), torch.cat([q_nhc[rows], dout_rhc], dim=1)
+            dgathered = torch.bmm(left_rxk.transpose(1, 2), right_rxc)
             dkv_mc.index_add_(0, index_nk[rows].reshape(-1), dgathered.flatten(0, 1))
         return dq_nhc, dkv_mc, None, None, None, None, None
 

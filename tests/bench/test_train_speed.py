@@ -1,0 +1,13 @@
+"""The promised training speed relative to transformers, in one run on one thread: `make bench`."""
+
+import pytest
+
+from tests.bench.train_speed import REQUIRED, measure
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("length", sorted(REQUIRED))
+def test_training_is_faster_than_transformers(length):
+    pytest.importorskip("transformers")
+    (row,) = measure([length])
+    assert row["ratio"] >= REQUIRED[length], row
