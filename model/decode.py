@@ -34,7 +34,7 @@ class _Row:
     tag: object
     params: SamplingParams
     stop_ids: frozenset[int]
-    prompt_len: int
+    prompt: list[int]
     completion: Completion = field(default_factory=Completion)
     done: bool = False
 
@@ -108,6 +108,26 @@ class Decoder:
                 scored[i] = logp_n[start : start + len(ids) - 1]
                 start += len(ids)
         return [list(scored[i]) for i in index]
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, LatentCache]:
+        """(hidden [B, H] of every prompt's last token, filled cache), each distinct prompt computed once."""
+        unique, index = self._unique(prompts, 0)
+        hidden, whole, place = [], None, {}
+        for chunk in self._chunks(unique):
+            hidden_bh, cache = self.forward.prefill([unique[i] for i in chunk], last_only=True)
+            hidden.append(hidden_bh)
+            place.update({i: len(place) + at for at, i in enumerate(chunk)})
+            if whole is None:
+                whole = cache
+            else:
+                whole.extend(cache)
+        order = [place[i] for i in index]
+        hidden_bh = torch.cat(hidden)
+        if order == list(range(whole.rows)):
+            return hidden_bh, whole
+        repeat = torch.tensor(order, device=hidden_bh.device)
+        whole.select(repeat)
+        return hidden_bh[repeat], whole
 
     # ---- prompts ------------------------------------------------------------------------------------------------------------
 
@@ -183,34 +203,21 @@ class DecodeBatch:
         live = [i for i, p in enumerate(params) if p.max_new_tokens > 0]
         if not live:
             return finished
-        unique, index = decoder._unique([prompts[i] for i in live], 0)
-        hidden, caches, place = [], None, {}
-        for chunk in decoder._chunks(unique):
-            hidden_bh, cache = decoder.forward.prefill([unique[i] for i in chunk], last_only=True)
-            hidden.append(hidden_bh)
-            place.update({i: len(place) + at for at, i in enumerate(chunk)})
-            if caches is None:
-                caches = cache
-            else:
-                caches.extend(cache)
-        device = hidden[0].device
-        repeat = torch.tensor([place[i] for i in index], device=device)
-        logits_bv = decoder.forward.logits(torch.cat(hidden))[repeat]
-        if repeat.tolist() != list(range(caches.rows)):
-            caches.select(repeat)
+        hidden_bh, cache = decoder.prefill([prompts[i] for i in live])
+        device = hidden_bh.device
         rows = []
         for i in live:
             stop = set(params[i].stop_token_ids) | (set() if params[i].ignore_eos else decoder.eos_ids)
-            rows.append(_Row(tags[i], params[i], frozenset(stop), len(prompts[i])))
+            rows.append(_Row(tags[i], params[i], frozenset(stop), list(prompts[i])))
         sampler = RowSampler([params[i] for i in live], [seeds[i] for i in live], device)
         lengths_b = torch.tensor([len(prompts[i]) for i in live], device=device)
-        ids_b, logp_b = sampler.sample(logits_bv, np.zeros(len(live), dtype=np.int64))
+        ids_b, logp_b = sampler.sample(decoder.forward.logits(hidden_bh), np.zeros(len(live), dtype=np.int64))
         if self.rows:
-            self.cache.extend(caches)
+            self.cache.extend(cache)
             self.sampler.extend(sampler)
             self.ids_b, self.lengths_b = torch.cat([self.ids_b, ids_b]), torch.cat([self.lengths_b, lengths_b])
         else:
-            self.cache, self.sampler, self.ids_b, self.lengths_b = caches, sampler, ids_b, lengths_b
+            self.cache, self.sampler, self.ids_b, self.lengths_b = cache, sampler, ids_b, lengths_b
         self.rows.extend(rows)
         return finished + self._record(rows, ids_b, logp_b)
 
@@ -222,6 +229,14 @@ class DecodeBatch:
         counters = np.array([len(row.completion.output_ids) for row in self.rows], dtype=np.int64)
         self.ids_b, logp_b = self.sampler.sample(logits_bv, counters)
         return self._record(self.rows, self.ids_b, logp_b)
+
+    @torch.inference_mode()
+    def rebuild(self) -> None:
+        """Recompute the running rows' cache with the decoder's present weights (after an update; sglang calls it retract)."""
+        self._drop(force=True)
+        if self.rows:
+            # the newest token of a row is not in its cache yet: it enters with the next step
+            _, self.cache = self.decoder.prefill([row.prompt + row.completion.output_ids[:-1] for row in self.rows])
 
     def abort(self, want: Callable[[object], bool] = lambda tag: True) -> list[tuple[object, Completion]]:
         """End the rows whose tag is wanted, with what they have so far."""

@@ -66,6 +66,10 @@ class CachedForward:
         """Raw head weights -> what `index_scores` takes: fp32, times n_I^-0.5 d_I^-0.5 in the order of model/indexer.py."""
         return idx_w.float() * (self.cfg.index_n_heads**-0.5 * self.cfg.index_head_dim**-0.5)
 
+    def _select(self, idx_q_bsjd: torch.Tensor, idx_k_bsd: torch.Tensor, idx_w_bsj: torch.Tensor) -> list[torch.Tensor]:
+        """Selected keys of whole prompts as row-chunk masks (kernels.indexer.select_keys)."""
+        return select_keys(idx_q_bsjd, idx_k_bsd, idx_w_bsj, self.cfg.index_topk)
+
     def _mlp(self, lw: LayerWeights, h_nh: torch.Tensor) -> torch.Tensor:
         """Dense SwiGLU, or routed experts plus the shared expert."""
         if lw.router is None:
@@ -190,7 +194,7 @@ class CachedForward:
             o_bhsv = dense_attention(q_bhsd, k_bhsd, v_bhsd, lw.scale)
         else:
             idx_q, idx_w = pad(self._index_queries(lw, q_lat, cis_nr)), pad(self._index_weights(idx_w))
-            masks = select_keys(idx_q, pad(idx_k), idx_w, cfg.index_topk)
+            masks = self._select(idx_q, pad(idx_k), idx_w)
             o_bhsv = masked_attention(q_bhsd, k_bhsd, v_bhsd, masks, lw.scale)
         return o_bhsv.transpose(1, 2).flatten(2)
 
