@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from model.losses import distill_advantages, grpo_icepop_loss
+from model.losses import distill_advantages
 from tasks.engine_client import EngineProcess
-from tasks.problems import Family, Problem, build_all, sample
-from tasks.rl import update
+from tasks.problems import Family, Problem, sample
+from tasks.rl import IcePopConfig, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import Sample, statistics
 from tasks.sft_data import CHAT, SftSet
@@ -65,9 +65,7 @@ class Config(RunConfig):
 
     teachers: dict[str, list[str]] = Field(description="teacher stage -> families of its training set ('chat' for SFT)")
     clamp: float = Field(5.0, gt=0, description="bound of |A_t|")
-    beta: float = Field(2.0, ge=1, description="IcePop bound")
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.28, gt=0)
+    icepop: IcePopConfig = IcePopConfig()
 
     @model_validator(mode="after")
     def _families_known(self) -> Config:
@@ -104,6 +102,21 @@ def teacher_logprobs(engines: dict[str, Any], teachers: list[str], samples: list
     return out
 
 
+class Distillation:
+    """Loss of one batch: the advantages it is given are teacher log-probs, from which the student's own are taken.
+
+    advantage_sum adds up the clamped advantages of all sampled tokens; their mean is minus the reverse KL per token.
+    """
+
+    def __init__(self, config: Config, denominator: int) -> None:
+        self.config, self.denominator, self.advantage_sum = config, denominator, 0.0
+
+    def __call__(self, logp_bt: Tensor, rollout_bt: Tensor, teacher_bt: Tensor, mask_bt: Tensor) -> Any:
+        advantages_bt = distill_advantages(teacher_bt, logp_bt, self.config.clamp)
+        self.advantage_sum += float((advantages_bt * mask_bt).sum())
+        return self.config.icepop.on_policy(logp_bt, rollout_bt, advantages_bt, mask_bt, self.denominator)
+
+
 def run(stage: Stage) -> None:
     """Distil into data/general_rl's policy; write data/distill."""
     config: Config = stage.config
@@ -112,7 +125,7 @@ def run(stage: Stage) -> None:
     with contextlib.ExitStack() as stack:
         policy = stack.enter_context(PolicyRun(stage, stage.dep("data/general_rl"), config))
         engines = {
-            name: stack.enter_context(EngineProcess(stage.dep(f"data/{name}"), threads=threads))
+            name: stack.enter_context(EngineProcess(stage.dep(f"data/{name}"), threads=threads)).client
             for name in config.teachers
         }
         for step in policy.steps():
@@ -122,20 +135,9 @@ def run(stage: Stage) -> None:
             flat = [s for group in groups for s in group]
             names = [teacher for teacher, _ in pairs for _ in range(config.group_size)]
             scores = policy.advantages(teacher_logprobs(engines, names, flat), step)
-            gaps: list[float] = []
-
-            def loss(logp_bt, rollout_bt, teacher_bt, mask_bt, sequences=len(flat), gaps=gaps):
-                old_bt = logp_bt.detach()
-                advantages_bt = distill_advantages(teacher_bt, old_bt, config.clamp)
-                gaps.append(float((advantages_bt * mask_bt).sum()))
-                bounds = {"beta": config.beta, "eps_low": config.eps_low, "eps_high": config.eps_high}
-                return grpo_icepop_loss(
-                    logp_bt, old_bt, rollout_bt, advantages_bt, mask_bt, denominator=sequences, **bounds
-                )
-
+            loss = Distillation(config, config.icepop.denominator(flat))
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, scores, loss, config.policy, scale)
-            # the mean advantage is minus the per-token reverse KL from student to teachers
-            logs["reverse_kl"] = -sum(gaps) / max(1, sum(sum(s.loss_mask) for s in flat))
+            logs["reverse_kl"] = -loss.advantage_sum / max(1, sum(sum(s.loss_mask) for s in flat))
             policy.end_step(step, {**statistics(groups), **logs})
         policy.finish(stage.out("data/distill"))

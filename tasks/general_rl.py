@@ -5,12 +5,14 @@ dvc repro general_rl          python -m tasks general_rl
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from pydantic import Field
 
-from model.losses import group_advantages, grpo_icepop_loss
+from model.losses import group_advantages
 from model.reward import RewardModel
-from tasks.rl import draw_problems, micro_batches, pad, update
+from tasks.rl import IcePopConfig, draw_problems, micro_batches, pad, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import Sample, statistics
 from tasks.stage import Stage
@@ -18,9 +20,7 @@ from tasks.stage import Stage
 
 class Config(RunConfig):
     reward_model_weight: float = Field(0.2, ge=0, le=1, description="share of the reward model; the rest is rules")
-    beta: float = Field(2.0, ge=1, description="IcePop bound")
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.28, gt=0)
+    icepop: IcePopConfig = IcePopConfig()
 
 
 @torch.no_grad()
@@ -39,7 +39,6 @@ def run(stage: Stage) -> None:
     """Train data/agentic_rl's policy; write data/general_rl."""
     config: Config = stage.config
     weight = config.reward_model_weight
-    bounds = {"beta": config.beta, "eps_low": config.eps_low, "eps_high": config.eps_high}
     judge = RewardModel.load(stage.dep("data/reward_model")).eval()
     with PolicyRun(stage, stage.dep("data/agentic_rl"), config) as policy:
         for step in policy.steps():
@@ -50,13 +49,7 @@ def run(stage: Stage) -> None:
             blended = [(1 - weight) * sample.reward + weight * score for sample, score in zip(flat, judged)]
             advantages_pg = group_advantages(torch.tensor(blended).view(len(groups), config.group_size))
             advantages = policy.advantages(advantages_pg.flatten().tolist(), step)
-
-            def loss(logp_bt, rollout_bt, advantages_b, mask_bt, sequences=len(flat)):
-                old_bt = logp_bt.detach()
-                return grpo_icepop_loss(
-                    logp_bt, old_bt, rollout_bt, advantages_b, mask_bt, denominator=sequences, **bounds
-                )
-
+            loss = functools.partial(config.icepop.on_policy, denominator=config.icepop.denominator(flat))
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, advantages, loss, config.policy, scale)
             shown = {"reward_model": sum(judged) / len(judged), "blended": sum(blended) / len(blended)}

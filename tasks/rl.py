@@ -17,12 +17,13 @@ from torch import Tensor
 
 from kernels.cross_entropy import linear_logprobs
 from model.checkpoint import load_weights, save_checkpoint
+from model.losses import grpo_icepop_loss
 from model.muon import MuonSplit, OptimConfig, build_optimizer
 from tasks.files import atomic_dir
 from tasks.problems import Problem, sample
 from tasks.rollouts import Sample
 
-# (logp_theta, logp_rollout, advantages, mask, rows) -> (loss share of these rows, statistics)
+# (logp_theta [B, T], logp_rollout [B, T], advantages [B] or [B, T], mask [B, T]) -> (these rows' share of the loss, numbers)
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
 
 
@@ -49,6 +50,31 @@ class PolicyConfig(BaseModel):
         """Factor of the peak learning rate at update `step` of `steps`: linear warm-up, then linear decay."""
         warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
         return warm * (1.0 - (1.0 - self.final_lr_share) * step / max(1, steps - 1))
+
+
+class IcePopConfig(BaseModel):
+    """Constants of eq. 1 (§3.2)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    beta: float = Field(2.0, ge=1, description="tokens with rho outside [1/beta, beta] are dropped")
+    eps_low: float = Field(0.2, gt=0, lt=1)
+    eps_high: float = Field(0.28, gt=0)
+    normalisation: str = Field(
+        "sequence", pattern="^(sequence|token)$", description="mean over sequences or over tokens"
+    )
+
+    def denominator(self, samples: Sequence[Sample]) -> int:
+        """What the whole batch's loss is divided by."""
+        return len(samples) if self.normalisation == "sequence" else sum(sum(s.loss_mask) for s in samples)
+
+    def on_policy(
+        self, logp_bt: Tensor, rollout_bt: Tensor, advantages: Tensor, mask_bt: Tensor, denominator: int
+    ) -> Any:
+        """The loss of the one update that a batch gets: pi_train_old is the policy itself (r = 1), rho is trainer / engine."""
+        return grpo_icepop_loss(
+            logp_bt, logp_bt.detach(), rollout_bt, advantages, mask_bt, denominator=denominator, **self.model_dump()
+        )
 
 
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 
 from model.checkpoint import load_checkpoint, save_checkpoint
+from tasks.chat import render_tokens
 from tasks.engine_client import EngineProcess
 from tasks.files import atomic_dir
 from tasks.problems import build_all, mix, samples
@@ -59,42 +60,45 @@ class PolicyRun(contextlib.AbstractContextManager):
         self.roller = Roller(self.tokenizer)
         self.families = build_all(config.families)
         self._evaluated = build_all({**config.families, **config.eval_families})
-        self._process = EngineProcess(self.source, threads=threads)
+        self._threads = threads
         state = load_state(stage.scratch, self.model, self.optimizer) or {}
         self.first = int(state.get("step", 0))
         self.before: dict[str, float] | None = state.get("before")
         self.extra: dict[str, Any] = state.get("extra", {})
 
     def __enter__(self) -> Self:
-        self.engine = self._process.__enter__()
-        try:
-            if self.first:
-                self.stage.print(f"resumed at step {self.first} of {self.config.steps}")
-            self.publish(self.first)
+        """Start the engine on the policy's weights, pass the parity gate, and evaluate what training starts from."""
+        start = self.source
+        if self.first:
+            self.stage.print(f"resumed at step {self.first} of {self.config.steps}")
+            start = self._write()
+        with contextlib.ExitStack() as stack:
+            process = stack.enter_context(EngineProcess(start, threads=self._threads, weight_version=self.first))
+            self.engine = process.client
             self.gate()
             if self.before is None:
                 self.before = self.evaluate()
-        except BaseException as error:
-            self._process.__exit__(type(error), error, error.__traceback__)
-            raise
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._process.__exit__(*exc)
+        self._exit.__exit__(*exc)
+
+    def _write(self) -> Path:
+        folder = self.stage.scratch / "published"
+        with atomic_dir(folder) as tmp:
+            save_checkpoint(self.model, tmp)
+        return folder
 
     def publish(self, version: int) -> None:
         """Give the engine the policy's weights, through the disk, as weight version `version`."""
-        with atomic_dir(self.stage.scratch / "published") as folder:
-            save_checkpoint(self.model, folder)
-        self.engine.update_weights_from_disk(str(self.stage.scratch / "published"), weight_version=version)
+        self.engine.update_weights_from_disk(self._write(), weight_version=version)
 
     def gate(self) -> None:
         """The parity gate: engine and training log-probs of worked problems agree, or nothing is trained (ValueError)."""
         ids = []
         for family in self.families.values():
             for problem in samples(family, "train", 0, 2):
-                from tasks.chat import render_tokens
-
                 ids.append(render_tokens(self.tokenizer, [*problem.messages, *problem.solution], close=True)[0])
         self.engine.parity_gate(self.model, ids)
 

@@ -50,7 +50,8 @@ def conversations(root: Path, pattern: str, max_chars: int) -> Iterator[tuple[st
     for path in sorted(Path(root).glob(pattern)):
         where = path.relative_to(root).as_posix()
         try:
-            entries = yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]
+            # the base loader keeps every scalar a string: "Yes" is an answer, not a boolean
+            entries = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)["conversations"]
         except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(f"{where}: expected a YAML mapping with a list 'conversations' ({error})") from error
         for number, turns in enumerate(entries):
@@ -133,7 +134,7 @@ def run(stage: Stage) -> None:
 
     counts = {"train": 0, "heldout": 0}
     found = conversations(stage.dep("data/acquire") / "files", config.chat_glob, config.chat_max_chars)
-    for where, turns in sorted(found, key=lambda item: mix(stage.seed, item[0])) if config.chat_pairs else ():
+    for _, turns in sorted(found, key=lambda item: mix(stage.seed, item[0])) if config.chat_pairs else ():
         if counts["train"] >= config.chat_pairs:
             break
         split = "heldout" if mix(CHAT, turns[0].lower()) % 10 < config.heldout_of_ten else "train"

@@ -1,0 +1,104 @@
+"""SFT data and batches: what is written is what the template renders, and the loss sees exactly the masked-in tokens."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tasks import chat, sft, sft_data
+from tasks.problems import build, sample
+from tasks.sft_data import SftSet, conversations
+from tasks.stage import run_stage_for_test
+from tests.tasks.post_training import save_random_checkpoint
+
+YAML = "conversations:\n- - Hello\n  - Hi there\n- - Bye\n- - How are you?\n  - Fine\n  - Good\n  - Yes\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("sft")
+    start = save_random_checkpoint(tmp / "start")
+    folder = tmp / "acquire/files/chatterbot/chatterbot_corpus/data/english"
+    folder.mkdir(parents=True)
+    (folder / "a.yml").write_text(YAML)
+    config = {
+        "families": {"addition": {"train": 20, "heldout": 4}, "calculator": {"train": 12, "heldout": 4}},
+        "chat_pairs": 10,
+    }
+    deps = {"data/acquire": tmp / "acquire", "data/tokenizer": start}
+    for run in ("one", "two"):
+        run_stage_for_test(sft_data, config, None, deps, ["data/sft_data"], tmp=tmp / run)
+    return tmp, start
+
+
+def test_equal_inputs_give_equal_bytes(made):
+    tmp, _ = made
+    files = sorted(p for p in (tmp / "one/data/sft_data").rglob("*") if p.is_file())
+    assert len(files) >= 10
+    for path in files:
+        twin = tmp / "two/data/sft_data" / path.relative_to(tmp / "one/data/sft_data")
+        assert path.read_bytes() == twin.read_bytes()
+
+
+def test_samples_are_the_rendered_problems(made):
+    from tokenizers import Tokenizer
+
+    tmp, start = made
+    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+    data = SftSet(tmp / "one/data/sft_data", "train")
+    assert json.loads((tmp / "one/metrics/sft_data.json").read_text())["train"]["samples"] == len(data)
+    found = {tuple(ids.tolist()): mask.tolist() for name, ids, mask in (data[i] for i in range(len(data)))}
+    for index in range(12):
+        problem = sample(build("calculator"), "train", index)
+        ids, mask = chat.render_tokens(tokenizer, [*problem.messages, *problem.solution], close=True)
+        assert found[tuple(ids)] == mask
+    assert {data[i][0] for i in range(len(data))} >= {"addition", "calculator"}
+
+
+def test_conversations(made, tmp_path):
+    tmp, _ = made
+    found = list(conversations(tmp / "acquire/files", "**/*.yml", 80))
+    assert [turns for _, turns in found] == [["Hello", "Hi there"], ["How are you?", "Fine", "Good", "Yes"]]
+    assert [len(turns) for _, turns in conversations(tmp / "acquire/files", "**/*.yml", 10)] == [2]
+    (tmp_path / "b.yml").write_text("- 1")
+    with pytest.raises(ValueError, match="b.yml: expected a YAML mapping"):
+        list(conversations(tmp_path, "*.yml", 80))
+
+
+def test_batches_cover_an_epoch_once_and_predict_only_trained_tokens(made):
+    data = SftSet(made[0] / "one/data/sft_data", "train")
+    seen = []
+    for step in range(len(data) // 4):
+        for batch in sft.sft_batches(data, 4, 200, 7, step):
+            inputs, targets = batch["input_ids_bs"], batch["targets_bs"]
+            assert inputs.numel() <= 200 or len(inputs) == 1
+            for row, want in zip(inputs, targets):
+                seen.append(int((want >= 0).sum()))
+                inner = (want[:-1] >= 0) & (row[1:] != 0)  # the last target is no input, what follows it is padding
+                assert inner.any() and torch.equal(row[1:][inner], want[:-1][inner])
+    trained = sorted(int(data[i][2].sum()) for i in range(len(data)))
+    assert len(seen) == len(data) // 4 * 4 and set(seen) <= set(trained)
+    first, again = (sft.sft_batches(data, 4, 200, 7, 3)[0]["input_ids_bs"] for _ in range(2))
+    assert torch.equal(first, again)
+    other = sft.sft_batches(data, 4, 200, 8, 3)[0]["input_ids_bs"]
+    assert first.shape != other.shape or not torch.equal(first, other)
+
+
+def test_stage_learns_and_reports(made, tmp_path):
+    tmp, start = made
+    config = {
+        "batch_samples": 8,
+        "epochs": 3.0,
+        "eval_problems": 2,
+        "optimizer": {"lr_matrix": 5e-3, "weight_decay": 0.0},
+    }
+    deps = {"data/sft_data": tmp / "one/data/sft_data", "data/dsa_adapt": start}
+    run_stage_for_test(sft, config, {"threads": 1}, deps, ["data/sft"], tmp=tmp_path, plots=("plots/sft.json",))
+    points = json.loads((tmp_path / "plots/sft.json").read_text())
+    losses = [point["loss"] for point in points if "loss" in point]
+    assert losses[-1] < losses[0] - 0.5
+    metrics = json.loads((tmp_path / "metrics/sft.json").read_text())
+    assert set(metrics["accuracy"]["greedy"]) == {"addition", "calculator"}
+    assert (tmp_path / "data/sft/tokenizer.json").is_file()
+    assert np.isfinite(metrics["heldout"]["loss/addition"])
