@@ -78,7 +78,7 @@ class Owned:
 
 
 def _is_indexer(name: str) -> bool:
-    return ".indexer." in name
+    return ".indexer." in name or name.startswith("indexer.")
 
 
 def split_blocks(name: str, tensor: Tensor, model_config: Any, muon: str = "split") -> list[Tensor]:

@@ -180,7 +180,8 @@ class Trainer:
                 speed = (self.counters["tokens"] - tokens_at_start) / (reported - began)
                 left = (reported - began) / (self.step - first) * (self.steps - self.step)
                 self.stage.print(
-                    f"step {self.step}/{self.steps} loss {logs.get('lm_loss', logs['loss']):.3f} grad {logs['grad_norm']:.2f} "
+                    f"step {self.step}/{self.steps} loss {logs.get('lm_loss', logs['loss']):.3f} "
+                    f"grad {logs.get('grad_norm', logs.get('index_grad_norm', 0.0)):.2f} "
                     f"{speed:.0f} tokens/s, about {left:.0f} s left"
                 )
             if self.evaluate and (last or (self.settings.eval_every and self.step % self.settings.eval_every == 0)):
@@ -224,10 +225,10 @@ class Trainer:
                     router_counts.append(c)
             for key, number in {"loss": value, **extra}.items():
                 logs[key] = logs.get(key, 0.0) + share * float(number)
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(params, self.settings.grad_clip or float("inf")))
-        if grad_norm != grad_norm or grad_norm == float("inf"):
-            raise self._not_finite("gradient norm", grad_norm, *micro_batches)
+        norms = self._clip()
+        for name, norm in norms.items():
+            if norm != norm or norm == float("inf"):
+                raise self._not_finite(name.replace("grad_norm", "gradient norm"), norm, *micro_batches)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if router_counts:
@@ -239,7 +240,16 @@ class Trainer:
         self.counters["tokens"] += sum(
             batch["input_ids_bs"].numel() for batch in micro_batches if "input_ids_bs" in batch
         )
-        return {**logs, "grad_norm": grad_norm, "lr_factor": scale, "tokens": self.counters["tokens"]}
+        return {**logs, **norms, "lr_factor": scale, "tokens": self.counters["tokens"]}
+
+    def _clip(self) -> dict[str, float]:
+        """Clip gradients; returns their norms before. The indexer's are clipped apart: its loss must not scale the rest."""
+        parts: dict[str, list[Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            key = "index_grad_norm" if group["group"] == "indexer" else "grad_norm"
+            parts.setdefault(key, []).extend(p for p in group["params"] if p.grad is not None)
+        limit = self.settings.grad_clip or float("inf")
+        return {key: float(nn.utils.clip_grad_norm_(parts[key], limit)) for key in sorted(parts) if parts[key]}
 
     def _evaluate(self) -> None:
         self.model.eval()

@@ -177,3 +177,22 @@ def test_empty_batch_is_an_error(tmp_path):
     trainer = make(tmp_path / "a", batches=lambda step: [{"targets_bs": torch.full((2, 3), -100)}])
     with pytest.raises(ValueError, match="step 0: the batch has no target"):
         trainer.run()
+
+
+def test_indexer_gradients_are_clipped_apart(tmp_path):
+    """A huge indexer loss must not shrink the backbone's step."""
+    grads = []
+    for scale in (1.0, 1e4):
+        trainer = make(tmp_path / f"{scale:g}", grad_clip=0.5)
+        trainer.model.indexer = nn.Linear(3, 3, bias=False)
+        trainer.optimizer = build_optimizer(trainer.model, OptimConfig(lr_matrix=1e-2))
+
+        def both(model, batch, step, scale=scale):
+            loss, logs = objective(model, batch, step)
+            return loss + scale * model.indexer.weight.square().sum(), logs
+
+        trainer.objective = both
+        norms = trainer._one_step()
+        grads.append((norms["grad_norm"], norms["index_grad_norm"], trainer.model.up.weight.detach().clone()))
+    assert grads[0][0] == pytest.approx(grads[1][0]) and grads[1][1] == pytest.approx(1e4 * grads[0][1], rel=1e-4)
+    assert torch.equal(grads[0][2], grads[1][2])
