@@ -47,7 +47,7 @@ class Addition:
 
     name: ClassVar[str] = "addition"
     low: int = 10
-    high: int = 99
+    high: int = 999
 
     def draw(self, rng: random.Random) -> Problem:
         a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
@@ -102,24 +102,29 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Quantities:
-    """A table of named quantities, longer than index_topk tokens, and the sum of two of them.
+    """A few named quantities, then words that say nothing, then a question about two of the names.
 
-    The prompt does not fit the sparse attention's key budget, so the indexer has to select what the question needs.
+    The prompt is longer than index_topk tokens of the tiny model, so its indexer has to keep the quantities and drop
+    filler: sparse selection is in force from the first sampled token. With `max_rows` 2 the question names all there is.
     """
 
     name: ClassVar[str] = "quantities"
-    rows: int = 10
+    min_rows: int = 2
+    max_rows: int = 3
+    filler: int = 52
     low: int = 10
     high: int = 99
 
     def draw(self, rng: random.Random) -> Problem:
-        names = rng.sample(NAMES, self.rows)
+        names = rng.sample(NAMES, rng.randint(self.min_rows, self.max_rows))
         values = [rng.randint(self.low, self.high) for _ in names]
-        i, j = rng.sample(range(self.rows), 2)
+        i, j = rng.sample(range(len(names)), 2)
         a, b = values[i], values[j]
         table = " ".join(f"{name}={value}" for name, value in zip(names, values))
+        others = [name for name in NAMES if name not in names]
+        filler = " ".join(rng.choice(others) for _ in range(self.filler))
         thought = f"{a}+{b};{add_columns(a, b)}"
-        turns = _turns(f"{table} What is {names[i]}+{names[j]}?", thought, str(a + b))
+        turns = _turns(f"{table}. {filler}. What is {names[i]}+{names[j]}?", thought, str(a + b))
         key = f"{min(a, b)}+{max(a, b)}"
         return Problem(self.name, key, check=exact(str(a + b)), max_new_tokens=36, **turns)
 

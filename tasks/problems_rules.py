@@ -71,9 +71,9 @@ class Rules:
     """Name some things of a kind, under constraints; all of them must hold."""
 
     name: ClassVar[str] = "rules"
-    keyword_share: float = 0.6
+    keyword_share: float = 0.8
     upper_share: float = 0.0
-    max_count: int = 5
+    max_count: int = 4
 
     def draw(self, rng: random.Random) -> Problem:
         category = rng.choice(sorted(BANKS))

@@ -49,8 +49,8 @@ class Calculator:
 
     name: ClassVar[str] = "calculator"
     low: int = 10
-    high: int = 99
-    two_call_share: float = 0.25
+    high: int = 999
+    two_call_share: float = 0.35
 
     def draw(self, rng: random.Random) -> Problem:
         a, b, c = (rng.randint(self.low, self.high) for _ in range(3))
