@@ -62,10 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--controls", nargs="*", type=int, default=[0], help="seeds of the control runs")
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="directory with the stages' outputs")
-    parser.add_argument("--params", type=Path, help="another params.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "work/rl_seeds.json")
     options = parser.parse_args(arguments)
-    params = load_params(options.params.parent if options.params else ROOT)
+    params = load_params()
     runs = []
     for name in options.stages:
         if name not in params:
