@@ -51,12 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument("--dry-run", action="store_true", help="show what would run and why, run nothing")
     args = parser.parse_args(argv)
-    from tasks import params, stage
+    from tasks import params, spec, stage
 
     try:
         if args.list:
-            for spec in stage.load_specs().values():
-                print(f"{spec.meta.get('phase', ''):10} {spec.name}")
+            for one in spec.load_specs().values():
+                print(f"{one.meta.get('phase', ''):10} {one.name}")
         elif args.stage == "profile":
             if not args.name:
                 raise ValueError(f"which profile? There are: {', '.join(params.profiles())}")
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         elif not args.stage:
             parser.print_help()
         elif args.dry_run:
-            stage.print_json(stage.describe(args.stage))
+            stage.print_json(spec.describe(args.stage))
         else:
             _die_with_parent()
             _follow_log()

@@ -7,9 +7,10 @@ import types
 
 import pytest
 
-from tasks import stage as stage_mod
+from tasks import spec as spec_mod
 from tasks.files import atomic_dir, atomic_write, content_hash, derive_seed, replace_path
-from tasks.stage import Stage, StageConfig, StageSpec, fingerprint, run_stage_for_test, select, validate_config
+from tasks.spec import StageConfig, StageSpec, fingerprint, select, validate_config
+from tasks.stage import Stage, run_stage_for_test
 
 
 class Config(StageConfig):
@@ -150,6 +151,6 @@ def test_an_absent_dependency_says_what_to_run(tmp_path):
 
 def test_a_module_that_is_no_stage_is_refused():
     with pytest.raises(ValueError, match="no stage 'nosuch'"):
-        stage_mod.stage_module("nosuch")
+        spec_mod.stage_module("nosuch")
     with pytest.raises(ValueError, match="no Config and run"):
-        stage_mod.stage_module("files")
+        spec_mod.stage_module("files")
