@@ -69,6 +69,10 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _families_known(self) -> Config:
+        if self.permute_advantages:
+            raise ValueError(
+                "permute_advantages is a control of the reward-driven stages; here advantages are per token"
+            )
         for teacher, names in self.teachers.items():
             for name in names:
                 if name not in self.families and name != CHAT:
@@ -134,7 +138,7 @@ def run(stage: Stage) -> None:
             groups = policy.roller.roll(policy.engine, [prompt for _, prompt in pairs], config.group_size, seed)
             flat = [s for group in groups for s in group]
             names = [teacher for teacher, _ in pairs for _ in range(config.group_size)]
-            scores = policy.advantages(teacher_logprobs(engines, names, flat), step)
+            scores = teacher_logprobs(engines, names, flat)
             loss = Distillation(config, config.icepop.denominator(flat))
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, scores, loss, config.policy, scale)
