@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.experts import grouped_experts
-from kernels.indexer import index_scores, select_keys
+from kernels.indexer import select_keys
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope, rope_cis
 from kernels.sparse_attention import dense_attention, masked_attention
@@ -109,9 +109,8 @@ class CachedForward:
         if not uniform:
             allowed_bt = torch.arange(longest, device=lengths_b.device)[None, :] < lengths_b[:, None]
         if longest > cfg.index_topk:
-            idx_q = self._index_queries(lw, q_lat_bq, cis_br)[:, None]
-            keys_btd = cache.index[layer, :, :longest]
-            scores_bt = index_scores(idx_q, keys_btd, self._index_weights(idx_w_bj)[:, None]).squeeze(1)
+            idx_q = self._index_queries(lw, q_lat_bq, cis_br)
+            scores_bt = _index_scores_one(idx_q, cache.index[layer, :, :longest], self._index_weights(idx_w_bj))
             if allowed_bt is not None:
                 scores_bt = scores_bt.masked_fill_(~allowed_bt, -torch.inf)
             selected_bt = topk_mask(scores_bt, cfg.index_topk)
@@ -220,6 +219,12 @@ class CachedForward:
             x_bh = x_bh + self._attend_cached(layer, lw, cache, q_lat, idx_w, cis_br, counts_b, longest, uniform)
             x_bh = x_bh + self._mlp(lw, rms_norm(x_bh, lw.post_norm, cfg.rms_norm_eps))
         return self.logits(x_bh)
+
+
+def _index_scores_one(q_bjd: torch.Tensor, k_btd: torch.Tensor, w_bj: torch.Tensor) -> torch.Tensor:
+    """kernels.indexer.index_scores for one query per row, fp32 [B, T]: all heads in one product, so the keys are read once."""
+    dots_bjt = torch.bmm(q_bjd.float(), k_btd.float().transpose(1, 2)).relu_()
+    return torch.bmm(w_bj[:, None], dots_bjt).squeeze(1)
 
 
 def _swiglu(x_nh: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

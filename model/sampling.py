@@ -158,7 +158,7 @@ class RowSampler:
         logp_bv = torch.log_softmax(logits_bv.float(), dim=-1)
         ids_b = logp_bv.argmax(dim=-1) if self.any_greedy else None
         if not self.all_greedy:
-            probs_bv = logp_bv.double().exp_()
+            probs_bv = logp_bv.exp().double()
             if self.truncated:
                 probs_bv = _truncate(probs_bv, self.top_p_b, self.top_k_b)
             cdf_bv = probs_bv.cumsum(dim=-1)

@@ -112,7 +112,7 @@ class EngineClient:
         params: Mapping | Sequence[Mapping] | object,
         return_input_logprobs: bool = False,
     ) -> list[Generation]:
-        """Continue each prompt: one request, one batch. params: a mapping (sglang's names), a SamplingParams, or a list of them."""
+        """Continue each prompt: one request, one batch. params: one mapping (sglang names) or SamplingParams, or one per row."""
         many = isinstance(params, Sequence) and not isinstance(params, Mapping)
         sampling = [_sampling(p) for p in params] if many else _sampling(params)
         body = {
