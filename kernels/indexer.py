@@ -7,7 +7,7 @@ import torch
 
 from kernels.topk import topk_mask
 
-ROW_CHUNK = 256
+ROW_CHUNK = 64  # small chunks waste fewer keys above the diagonal; 64 measured best at lengths 256 to 1024
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -53,13 +53,15 @@ def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> 
     for start in range(0, size, row_chunk):
         stop = min(start + row_chunk, size)
         causal = causal_mask(start, stop, stop, q_bsnd.device)
-        if stop <= topk:
-            masks.append(causal.expand(q_bsnd.shape[0], -1, -1))
+        first = min(max(start, topk), stop)  # rows before it have at most topk keys: nothing to choose
+        head = causal[: first - start].expand(q_bsnd.shape[0], -1, -1)
+        if first == stop:
+            masks.append(head)
             continue
-        scores = index_scores(q_bsnd[:, start:stop], k_bsd[:, :stop], w_bsn[:, start:stop])
-        scores.masked_fill_(~causal, float("-inf"))
+        scores = index_scores(q_bsnd[:, first:stop], k_bsd[:, :stop], w_bsn[:, first:stop])
+        scores.masked_fill_(~causal[first - start :], float("-inf"))
         mask = topk_mask(scores, topk)
-        masks.append(mask.logical_and_(causal) if start < topk else mask)
+        masks.append(mask if first == start else torch.cat([head, mask], dim=1))
     return masks
 
 
