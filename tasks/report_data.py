@@ -12,6 +12,17 @@ from pathlib import Path
 from typing import Any
 
 VARIANTS = ("base", "mid", "dsa", "sft", "reasoning_rl", "agentic_rl", "general_rl", "distill", "quantized")
+TITLES = {
+    "base": "pre-trained",
+    "mid": "mid-trained",
+    "dsa": "sparse attention",
+    "sft": "SFT",
+    "reasoning_rl": "reasoning RL",
+    "agentic_rl": "agentic RL",
+    "general_rl": "general RL",
+    "distill": "distilled",
+    "quantized": "W4A8",
+}
 CURATION = ("web", "code", "math", "dedup", "decontaminate")
 
 
@@ -85,6 +96,22 @@ def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     return sorted({key for row in rows.values() for key in row}, key=rank)
 
 
+def documents_kept(found: Mapping[str, Any]) -> int | None:
+    """Documents a curation stage wrote: a number, or a number per domain."""
+    kept = found.get("documents_out", found.get("documents"))
+    return sum(kept.values()) if isinstance(kept, Mapping) else kept if isinstance(kept, int) else None
+
+
+def web_filters(metrics: Mapping[str, dict]) -> list[tuple[str, int]]:
+    """(filter, pages left after it) of the web stage, for the filters that removed something; the first row is the start."""
+    found = metrics.get("web", {})
+    steps, removed = found.get("funnel", {}), found.get("removed", {})
+    if "pages" not in steps:
+        return []
+    left = sorted((n for n in steps.items() if removed.get(n[0])), key=lambda item: (-item[1], item[0]))
+    return [("pages", steps["pages"]), *left]
+
+
 def funnel(metrics: Mapping[str, dict]) -> list[dict[str, Any]]:
     """Curation steps: {stage, kept, removed: {reason: count}}, largest reasons first."""
     steps = []
@@ -92,7 +119,7 @@ def funnel(metrics: Mapping[str, dict]) -> list[dict[str, Any]]:
         found = metrics.get(stage)
         if found is None:
             continue
-        kept = found.get("documents_out", found.get("documents"))
+        kept = documents_kept(found)
         if kept is None:
             continue
         removed = {k: v for k, v in found.get("removed", {}).items() if isinstance(v, int | float)}
@@ -136,8 +163,8 @@ def captions(metrics: Mapping[str, dict]) -> dict[str, str]:
             out[stage] = f"{good} platforms"
         elif stage == "tokenizer" and "vocab_size" in found:
             out[stage] = f"{found['vocab_size']} entries"
-        elif "documents_out" in found or isinstance(found.get("documents"), int):
-            out[stage] = f"{found.get('documents_out', found.get('documents')):,} docs"
+        elif documents_kept(found) is not None:
+            out[stage] = f"{documents_kept(found):,} docs"
         elif isinstance(found.get("tokens"), int):
             out[stage] = f"{found['tokens'] / 1e6:.2f} M tokens"
         elif isinstance(found.get("megabytes"), dict):

@@ -44,7 +44,11 @@ def write_run(root: Path) -> Path:
     """metrics/, plots/ and data/export under `root`."""
     metrics = {
         "acquire": {"megabytes": {"web": 20.5, "code": 12.0}, "files": {"html": 900}},
-        "web": {"documents": 8200, "removed": {"too_short": 900, "repetition": 300, "low_quality": 1200}},
+        "web": {
+            "documents": {"web": 2000, "encyclopedia": 6200},
+            "funnel": {"pages": 2900, "too_short": 2500, "kept": 2000, "low_quality": 2000, "idle": 2500},
+            "removed": {"too_short": 900, "repetition": 300, "low_quality": 1200},
+        },
         "code": {"documents": 4100, "removed": {"generated": 210}},
         "math": {"documents": 800, "removed": {}},
         "dedup": {"documents_in": 13100, "documents_out": 11300, "removed": {"exact": 700, "near_duplicate": 1100}},

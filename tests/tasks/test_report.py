@@ -14,7 +14,7 @@ import pytest
 
 from tasks import report
 from tasks.report_dag import draw, edges, layout, read_graph, reduced
-from tasks.report_data import captions, collect, columns, differences, evaluation, funnel, summary
+from tasks.report_data import captions, collect, columns, differences, evaluation, funnel, summary, web_filters
 from tasks.report_svg import Bar, LineChart, Series, bar_chart, label, line_chart, log_dots, ticks
 from tasks.stage import run_stage_for_test
 from tests.tasks.report_fixtures import write_run
@@ -130,7 +130,8 @@ def test_funnel_and_captions(collected):
     steps = {s["stage"]: s for s in funnel(collected.metrics)}
     assert list(steps) == ["web", "code", "math", "dedup", "decontaminate"]
     assert list(steps["web"]["removed"]) == ["low_quality", "too_short", "repetition"]
-    assert steps["dedup"]["kept"] == 11300
+    assert steps["dedup"]["kept"] == 11300 and steps["web"]["kept"] == 8200
+    assert web_filters(collected.metrics) == [("pages", 2900), ("too_short", 2500), ("low_quality", 2000)]
     shown = captions(collected.metrics)
     assert shown["evaluate@sft"] == "2.310 bpb" and shown["pretrain-general"] == "2.300 bpb"
     assert shown["reasoning_rl"] == "0.40 → 0.70" and shown["export"] == "7 platforms" and shown["pack-pretrain"]
