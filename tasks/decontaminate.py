@@ -27,6 +27,7 @@ from pydantic import Field
 from tasks import documents, minhash
 from tasks.stage import Stage, StageConfig
 
+_SIEVE = 1 << 20  # slots of the table that rules out most runs by the low bits of their hash
 HITS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("item", pa.string()), ("matched", pa.string())])
 
 
@@ -47,7 +48,7 @@ class ItemIndex:
         self.hasher = minhash.WordHasher()
         self._hashes: dict[int, list[np.ndarray]] = {}
         self._owners: dict[int, list[np.ndarray]] = {}
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] | None = None
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
     def add(self, name: str, text: str) -> None:
         """Add one item; counted as too short when it has fewer than `min_words` words."""
@@ -56,19 +57,21 @@ class ItemIndex:
             self.too_short += 1
             return
         size = min(self.ngram, len(tokens))
-        grams = np.unique(minhash.ngram_hashes(tokens, size))
+        grams = np.unique(next(minhash.run_sums(tokens, (size,)))[1])
         self._hashes.setdefault(size, []).append(grams)
         self._owners.setdefault(size, []).append(np.full(len(grams), len(self.names), dtype=np.int64))
         self.names.append(name)
         self._tables = None
 
-    def _build(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    def _build(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         if self._tables is None:
             self._tables = {}
             for size in sorted(self._hashes):
                 hashes, owners = np.concatenate(self._hashes[size]), np.concatenate(self._owners[size])
                 order = np.lexsort((owners, hashes))
-                self._tables[size] = hashes[order], owners[order]
+                present = np.zeros(_SIEVE, dtype=bool)
+                present[(hashes & np.uint64(_SIEVE - 1)).view(np.int64)] = True
+                self._tables[size] = hashes[order], owners[order], present
         return self._tables
 
     def search(self, text: str) -> list[tuple[str, str]]:
@@ -76,15 +79,15 @@ class ItemIndex:
         tokens = minhash.words(text)
         hashes = self.hasher.array(tokens)
         found: dict[int, str] = {}
-        for size, (table, owners) in self._build().items():
-            grams = minhash.ngram_hashes(hashes, size)
-            at = np.searchsorted(table, grams)
+        tables = self._build()
+        for size, grams in minhash.run_sums(hashes, tables) if tables else ():
+            table, owners, present = tables[size]
+            likely = np.flatnonzero(present[(grams & np.uint64(_SIEVE - 1)).view(np.int64)])
+            at = np.searchsorted(table, grams[likely])
             at[at == len(table)] = 0
-            for position in np.flatnonzero(table[at] == grams):
-                run = " ".join(tokens[position : position + size])
-                index = int(at[position])
+            for position, index in zip(likely.tolist(), at.tolist()):
                 while index < len(table) and table[index] == grams[position]:
-                    found.setdefault(int(owners[index]), run)
+                    found.setdefault(int(owners[index]), " ".join(tokens[position : position + size]))
                     index += 1
         return [(self.names[i], found[i]) for i in sorted(found)]
 

@@ -108,9 +108,10 @@ def run(stage: Stage) -> None:
         clusters: dict[int, list[int]] = {}
         for position, r in enumerate(found.root):
             clusters.setdefault(r, []).append(position)
+        columns = [[column[i] for i in members] for column in (quality, lengths, ids)]
         for cluster in clusters.values():
             sizes.append(len(cluster))
-            keep = choose(cluster, *([column[i] for i in members] for column in (quality, lengths, ids)))
+            keep = choose(cluster, *columns)
             for position in cluster:
                 if position != keep:
                     exact = found.key[position] == found.key[keep]

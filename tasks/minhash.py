@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -47,22 +48,33 @@ class WordHasher(dict):
         return np.array([self[t] for t in tokens], dtype=np.uint64)
 
 
-def _coefficients(n: int) -> np.ndarray:
-    digests = [xxhash.xxh64_intdigest(f"ngram position {k}".encode()) | 1 for k in range(n)]
-    return np.array(digests, dtype=np.uint64)
+@lru_cache(maxsize=64)
+def _coefficients(n: int) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(xxhash.xxh64_intdigest(f"ngram position {k}".encode()) | 1) for k in range(n))
+
+
+def run_sums(word_hashes: np.ndarray, sizes: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """(n, uint64 [w - n + 1]) for each n of `sizes` in ascending order: a hash of every run of n words.
+
+    word_hashes: uint64 [w]. The hash is a sum mod 2^64 of the words' hashes times odd numbers that depend on the position in
+    the run, so that longer runs build on shorter ones; a run hashes alike wherever it stands. Empty when w < n.
+    """
+    sizes = sorted(set(sizes))
+    total = np.zeros(len(word_hashes), dtype=np.uint64)
+    term = np.empty_like(total)
+    for k, factor in enumerate(_coefficients(sizes[-1])):
+        count = len(word_hashes) - k
+        if count <= 0:
+            break
+        total = total[:count]
+        total += np.multiply(word_hashes[k:], factor, out=term[:count])
+        if k + 1 in sizes:
+            yield k + 1, total.copy()
 
 
 def ngram_hashes(word_hashes: np.ndarray, n: int) -> np.ndarray:
-    """uint64 hashes of every run of `n` words, in order; position-weighted sums mod 2^64, then a finalizer.
-
-    word_hashes: uint64 [w]. Returns uint64 [w - n + 1], empty when w < n. A run hashes alike wherever it stands.
-    """
-    count = len(word_hashes) - n + 1
-    if count <= 0:
-        return np.empty(0, dtype=np.uint64)
-    total = np.zeros(count, dtype=np.uint64)
-    for k, factor in enumerate(_coefficients(n)):
-        total += word_hashes[k : k + count] * factor
+    """`run_sums` for one n, with a finalizer that mixes all bits; uint64 [w - n + 1], empty when w < n."""
+    total = next((sums for _, sums in run_sums(word_hashes, (n,))), np.empty(0, dtype=np.uint64))
     total ^= total >> _S33
     total *= _MIX1
     total ^= total >> _S33
