@@ -25,7 +25,7 @@ from urllib.parse import quote
 import pyarrow as pa
 from pydantic import Field
 
-from tasks.archives import ArchiveError, Limits, Member, matches, read_archive
+from tasks.archives import TAR_SUFFIXES, ArchiveError, Limits, Member, matches, read_archive
 from tasks.corpus import Corpus, Item, choose, load_corpus
 from tasks.documents import write_table
 from tasks.fetch import Fetched, Fetcher, Wanted
@@ -39,6 +39,7 @@ LICENCE_GLOBS = (
     "**/[cC]opyright",
     "**/NOTICE*",
 )
+ARCHIVES = (".whl", ".zip", ".deb", *TAR_SUFFIXES)
 COLUMNS = ("item", "version", "path", "member", "kind", "domain", "use", "licence", "licence_file")
 INDEX_SCHEMA = pa.schema(
     [(c, pa.string()) for c in COLUMNS] + [("bytes", pa.int64())] + [("sha256", pa.string()), ("url", pa.string())]
@@ -81,7 +82,7 @@ def run(stage: Stage) -> None:
 def _fetch(stage: Stage, chosen: list[tuple[Item, bool]]) -> list[tuple[Item, str, Wanted, Fetched]]:
     """Everything that could be had, in the list's order. ValueError lists each required file that could not."""
     wanted = [(item, required, folder, w) for item, required in chosen for folder, w in item.wanted().items()]
-    fetcher = Fetcher(cache_dir(stage.root), stage.print, stage.config.workers)
+    fetcher = Fetcher(cache_dir(stage.root), stage.print, stage.config.workers, stage.root)
     results = fetcher.fetch_all(dict.fromkeys(w for *_, w in wanted))
     failed = [(required, results[w]) for _, required, _, w in wanted if not isinstance(results[w], Fetched)]
     for required, error in failed:
@@ -105,12 +106,13 @@ class _Writer:
 
     def unpack(self, item: Item, folder: str, file: Fetched) -> None:
         """Read one archive. A whole archive that cannot be read, or a member that is unsafe, is a rejected record."""
+        if item.registry == "local" and not file.path.name.endswith(ARCHIVES):
+            self.index.append(self._single(item, folder, file))
+            return
         models = {m.path: m for m in self.corpus.models if m.item == item.name}
         extra = (*LICENCE_GLOBS, *((item.url_index,) if item.url_index else ()))
         names, pages, rows = [], [], []
         strip = not file.path.name.endswith((".whl", ".zip", ".deb"))
-        if not strip and file.path.name.endswith(".zip"):
-            strip = True
         try:
             for member in read_archive(file.path, (*item.globs, *extra, *models), (), self.limits, strip):
                 is_licence = LICENCE.fullmatch(member.path.rpartition("/")[2]) is not None
@@ -138,6 +140,20 @@ class _Writer:
         for row in rows:
             row["licence_file"] = nearest_licence(row["member"], names)
         self.index += rows
+
+    def _single(self, item: Item, folder: str, file: Fetched) -> dict[str, Any]:
+        """A local file that is no archive: a WARC as it is, a page into our WARC, anything else below files/."""
+        name, url = file.path.name, f"local:{item.name}/{file.path.name}"
+        self.stage.seen()
+        if re.search(r"\.warc(\.gz)?$", name):
+            shutil.copyfile(file.path, self.out / "warc" / f"{folder}-{name}")
+            member = Member(name, file.path.read_bytes())
+            row = self._row(item, file, member, f"warc/{folder}-{name}", "warc", url)
+        elif item.kind_of(name) == "html":
+            row = self._pages(item, file, [Member(name, file.path.read_bytes())])[0]
+        else:
+            row = self._file(item, folder, file, Member(name, file.path.read_bytes()), "")
+        return row | {"licence_file": ""}
 
     def _row(self, item: Item, file: Fetched, member: Member, path: str, kind: str, url: str) -> dict[str, Any]:
         row = {"item": item.name, "version": file.version, "path": path, "member": member.path, "kind": kind}

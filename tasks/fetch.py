@@ -103,11 +103,14 @@ def sha256_of(path: Path) -> str:
 class Fetcher:
     """Fetches `Wanted` files into `cache`; thread-safe for distinct files.
 
-    cache layout: `<cache>/sha256/<hash>/<file name>`. `say` gets one line per noteworthy event.
+    cache layout: `<cache>/sha256/<hash>/<file name>`; `say` gets one line per noteworthy event; files of registry `local`
+    are read in place below `root`.
     """
 
-    def __init__(self, cache: Path, say: Callable[[str], None] = lambda message: None, workers: int = 8):
-        self.cache, self.say, self.workers = Path(cache), say, workers
+    def __init__(
+        self, cache: Path, say: Callable[[str], None] = lambda message: None, workers: int = 8, root: Path = Path(".")
+    ):
+        self.cache, self.say, self.workers, self.root = Path(cache), say, workers, Path(root)
         self._indexes: PipIndexes | None = None
 
     def fetch_all(self, wanted: Iterable[Wanted]) -> dict[Wanted, Fetched | FetchError]:
@@ -125,16 +128,30 @@ class Fetcher:
                 pool.submit(method, [w for w in missing if w.registry == registry])
                 for registry, method in (("npm", self._fetch_npm), ("apt", self._fetch_apt))
             ]
+            results |= {w: self._caught(self._local, w) for w in missing if w.registry == "local"}
             results |= {w: task.result() for w, task in tasks.items()}
             for batch in batches:
                 results |= batch.result()
         return {w: results[w] for w in wanted}
 
+    def _local(self, wanted: Wanted) -> Fetched:
+        path = self.root / wanted.file
+        if not path.is_file():
+            raise FetchError(
+                f"item {wanted.item}: there is no file {wanted.file} (sha256 {wanted.sha256}) in the project"
+            )
+        if (digest := sha256_of(path)) != wanted.sha256:
+            raise FetchError(
+                f"item {wanted.item}: {wanted.file} has sha256 {digest}, the corpus list says {wanted.sha256}; when the change "
+                "is meant, pin it again (python -m tasks.corpus --pin)"
+            )
+        return Fetched(path, digest, wanted.version)
+
     def _entry(self, sha256: str, file: str) -> Path:
         return self.cache / "sha256" / sha256 / file
 
     def _cached(self, wanted: Wanted) -> Fetched | None:
-        if not wanted.sha256:
+        if not wanted.sha256 or wanted.registry == "local":
             return None
         path = self._entry(wanted.sha256, wanted.file)
         if not path.is_file():
@@ -301,23 +318,28 @@ class Fetcher:
         tool = shutil.which("apt-get")
         if tool is None:
             return {w: FetchError(f"item {w.item}: the program apt-get is not installed") for w in wanted}
-        results: dict[Wanted, Fetched | FetchError] = {}
-        for w in wanted:
-            results[w] = self._caught(lambda w: self._fetch_deb(tool, w), w)
-        return results
+        lists = self._apt_uris(tool, [w.package for w in wanted])
+        if not all(w.package in lists for w in wanted):  # one unknown name makes the joint call print nothing
+            lists = {w.package: uri for w in wanted for uri in self._apt_uris(tool, [w.package]).values()}
+        return {w: self._caught(lambda w: self._fetch_deb(tool, w, lists.get(w.package)), w) for w in wanted}
 
-    def _fetch_deb(self, tool: str, wanted: Wanted) -> Fetched:
-        command = [tool, "--print-uris", "download", wanted.package]
+    @staticmethod
+    def _apt_uris(tool: str, packages: Sequence[str]) -> dict[str, tuple[str, int, str]]:
+        """package -> (file name, bytes, sha256) as apt's lists have it."""
+        command = [tool, "--print-uris", "download", *packages]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        line = re.search(r"^'([^']*)' (\S+) (\d+) SHA256:([0-9a-f]{64})", run.stdout, re.MULTILINE)
-        if run.returncode != 0 or line is None:
+        lines = re.findall(r"^'[^']*' (\S+) (\d+) SHA256:([0-9a-f]{64})", run.stdout, re.MULTILINE)
+        return {file.partition("_")[0]: (file, int(size), digest) for file, size, digest in lines}
+
+    def _fetch_deb(self, tool: str, wanted: Wanted, listed: tuple[str, int, str] | None) -> Fetched:
+        if listed is None:
             raise FetchError(
-                f"item {wanted.item}: apt's lists have no package {wanted.package} (or are empty: `apt-get update` as root "
-                f"fills them): {run.stderr.strip()[:200]}"
+                f"item {wanted.item}: apt's lists have no package {wanted.package}, or are empty (`apt-get update` as root "
+                "fills them)"
             )
-        file, digest = line[2], line[4]
+        file, size, digest = listed
         version = unquote(file.split("_")[1])
-        exact = Wanted(wanted.item, "apt", wanted.package, version, file, digest, int(line[3]))
+        exact = Wanted(wanted.item, "apt", wanted.package, version, file, digest, size)
         if hit := self._cached(exact):
             return hit
         with tempfile.TemporaryDirectory(prefix="arcline-apt-") as folder:

