@@ -4,13 +4,15 @@
     python -m tasks pack-midtrain
 
 Every document of the stage's document inputs is tokenized (in batches, on all cores), ended with <|endoftext|> and
-appended to its domain. A document is validation text by the hash of its id, so it is that in every corpus it appears in.
+appended to its domain. A document is validation text by the hash of its id, so it is that in every corpus it appears in;
+one that was made from others (interleaved texts) says its side itself, in `meta`.
 Text that looks like a special token stays text. A share of the source code is rearranged for fill-in-the-middle
 (GLM-4.5 §2.2). `max_mb` caps a domain by keeping a hash-chosen sample.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -45,7 +47,17 @@ def _documents(stage: Stage) -> Iterator[dict[str, Any]]:
 
     for dep in stage.spec.deps:
         if dep != TOKENIZER:
-            yield from read_documents(stage.dep(dep), columns=("id", "text", "domain"))
+            yield from read_documents(stage.dep(dep), columns=("id", "text", "domain", "meta"))
+
+
+def _split(row: dict[str, Any], val_fraction: float) -> str:
+    """A document made of others carries their split in `meta` (key "split"); any other is placed by its id."""
+    if '"split"' in row["meta"]:
+        split = json.loads(row["meta"]).get("split")
+        if split not in SPLITS:
+            raise ValueError(f"document {row['id']}: meta.split is {split!r}, expected one of {', '.join(SPLITS)}")
+        return split
+    return split_of(row["id"], val_fraction)
 
 
 def _shares(stage: Stage, max_mb: dict[str, float]) -> dict[str, float]:
@@ -87,7 +99,7 @@ def run(stage: Stage) -> None:
             texts: list[str] = []
             plans: list[tuple[dict[str, Any], bool, str]] = []
             for row in rows:
-                split = split_of(row["id"], config.val_fraction)
+                split = _split(row, config.val_fraction)
                 fim = split == "train" and row["domain"] == CODE and unit_hash(f"fim:{row['id']}") < config.fim_rate
                 texts += fim_pieces(row["id"], row["text"]) if fim else [row["text"]]
                 plans.append((row, fim, split))

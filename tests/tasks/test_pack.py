@@ -118,3 +118,14 @@ def test_empty_and_repeated_documents_are_counted(tmp_path, tokenizer_dir):
 def test_nothing_to_pack_is_an_error(tmp_path, tokenizer_dir):
     with pytest.raises(ValueError, match="hold no document"):
         run(tmp_path, tokenizer_dir, [])
+
+
+def test_documents_made_of_others_bring_their_split(tmp_path, tokenizer_dir):
+    rows = [
+        document(f"interleaved {i}", f"l{i}", "long", meta={"split": "val" if i % 2 else "train"}) for i in range(20)
+    ]
+    run(tmp_path, tokenizer_dir, rows)
+    tokens = TokenSet(tmp_path / "data/pack/pretrain")
+    assert len(tokens.shard("long", "val")) == len(tokens.shard("long", "train")) == 10
+    with pytest.raises(ValueError, match="meta.split is 'test'"):
+        run(tmp_path, tokenizer_dir, [document("x", "y", "long", meta={"split": "test"})])
