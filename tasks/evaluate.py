@@ -41,8 +41,8 @@ class Config(StageConfig):
 
 
 def checkpoint_of(stage: Stage) -> tuple[Path, Path | None]:
-    """(checkpoint directory, canonical artifact or None): the dependency that is not the held-out text."""
-    others = [d for d in stage.spec.deps if d != PACK]
+    """(checkpoint directory, canonical artifact or None): the one data dependency that is not the held-out text."""
+    others = [d for d in stage.spec.deps if d.startswith("data/") and d != PACK]
     if len(others) != 1:
         raise ValueError(f"stage {stage.name} needs one checkpoint beside {PACK} among its deps, found {others}")
     folder = stage.dep(others[0])

@@ -165,7 +165,8 @@ def draw(nodes: Mapping[str, Node], captions: Mapping[str, str] | None = None) -
             out.append(path)
     for name, (x, y) in place.items():
         node, second = nodes[name], captions.get(name, "")
-        tip = f"{name}\nreads {', '.join(node.deps)}\nwrites {', '.join(node.outs)}"
+        reads = ", ".join(d for d in node.deps if d.partition("/")[0] not in ("tasks", "model", "kernels"))
+        tip = f"{name}\nreads {reads or 'nothing'}\nwrites {', '.join(node.outs)}"
         variant = name.partition("@")[2] or name.removeprefix(f"{node.phase}-")
         first = y + (16 if second else 23)
         out.append(

@@ -14,7 +14,7 @@ import torch
 from model.checkpoint import save_checkpoint
 from model.config import ModelConfig
 from model.transformer import GlmMoeDsa
-from tasks import evaluate
+from tasks import evaluate, needle
 from tasks.needle import build_cases, score_cases
 from tasks.quant_artifact import write_artifact
 from tasks.stage import run_stage_for_test
@@ -132,7 +132,7 @@ def test_stage_measures_a_checkpoint_the_same_way_twice(pack, checkpoint, tmp_pa
             evaluate,
             CONFIG,
             name="evaluate@sft",
-            deps={"data/pack/pretrain": pack, "data/sft": checkpoint},
+            deps={"data/pack/pretrain": pack, "data/sft": checkpoint, "tasks/needle.py": Path(needle.__file__)},
             outs=["data/evaluate/sft"],
             tmp=tmp_path / run,
         )
