@@ -12,6 +12,7 @@ from pydantic import Field
 
 from model.losses import group_advantages
 from model.reward import RewardModel
+from tasks.problems import Problem
 from tasks.rl import IcePopConfig, draw_problems, micro_batches, pad, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import Sample, statistics
@@ -20,6 +21,13 @@ from tasks.stage import Stage
 
 class Config(RunConfig):
     reward_model_weight: float = Field(0.2, ge=0, le=1, description="share of the reward model; the rest is rules")
+    partial_weight: float = Field(
+        0.5, ge=0, le=1, description="within the rules: share of rules kept, against all or none"
+    )
+    normalise_advantages: bool = Field(
+        False,
+        description="divide by the group's deviation; where the rules agree that blows the reward model's noise up to full size",
+    )
     icepop: IcePopConfig = IcePopConfig()
 
 
@@ -35,6 +43,13 @@ def model_rewards(model: RewardModel, samples: list[Sample], micro_tokens: int) 
     return scores
 
 
+def rule_reward(problem: Problem, sample: Sample, partial_weight: float) -> float:
+    """What the rules pay: all or nothing, mixed with the share of rules kept; 0 for a turn that did not end."""
+    if sample.status != "completed":
+        return 0.0
+    return (1 - partial_weight) * sample.reward + partial_weight * problem.credit(sample.text)
+
+
 def run(stage: Stage) -> None:
     """Train data/agentic_rl's policy; write data/general_rl."""
     config: Config = stage.config
@@ -46,8 +61,14 @@ def run(stage: Stage) -> None:
             groups = policy.roller.roll(policy.engine, problems, config.group_size, stage.rng_seed("rollout", step))
             flat = [sample for group in groups for sample in group]
             judged = model_rewards(judge, flat, config.policy.micro_tokens)
-            blended = [(1 - weight) * sample.reward + weight * score for sample, score in zip(flat, judged)]
-            advantages_pg = group_advantages(torch.tensor(blended).view(len(groups), config.group_size))
+            kept = [
+                rule_reward(problem, s, config.partial_weight)
+                for problem, group in zip(problems, groups)
+                for s in group
+            ]
+            blended = [(1 - weight) * rules + weight * score for rules, score in zip(kept, judged)]
+            rewards_pg = torch.tensor(blended).view(len(groups), config.group_size)
+            advantages_pg = group_advantages(rewards_pg, normalise=config.normalise_advantages)
             advantages = policy.advantages(advantages_pg.flatten().tolist(), step)
             loss = functools.partial(config.icepop.on_policy, denominator=config.icepop.denominator(flat))
             scale = config.policy.lr_scale(step, config.steps)

@@ -48,7 +48,8 @@ def split_of(family: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. `messages` is the prompt, `solution` the turns that solve it, `check` scores the final answer's text."""
+    """One task. `messages` is the prompt, `solution` the turns that solve it, `check` scores the final answer's text;
+    `partial`, where there is one, says how much of it is right, for rewards denser than `check`."""
 
     family: str
     key: str
@@ -59,6 +60,7 @@ class Problem:
     thinking: bool = True
     max_new_tokens: int = 48
     max_turns: int = 1
+    partial: Callable[[str], float] | None = field(default=None, repr=False)
 
     @property
     def prompt(self) -> str:
@@ -75,13 +77,20 @@ class Problem:
 
         A turn that thinks must close its thinking exactly once; role and tool tokens in an answer make it worth 0.
         """
+        answer = self._answer(text)
+        return 0.0 if answer is None else float(self.check(answer))
+
+    def credit(self, text: str) -> float:
+        """`partial` of the sampled text, in [0, 1]; `verify` where a family has no partial credit."""
+        answer = self._answer(text)
+        return 0.0 if answer is None else float((self.partial or self.check)(answer))
+
+    def _answer(self, text: str) -> str | None:
         if self.thinking:
             thought, closed, text = text.partition("</think>")
             if not closed or "<" in thought:
-                return 0.0
-        if "<" in text or "[gMASK]" in text:
-            return 0.0
-        return float(self.check(text.strip()))
+                return None
+        return None if "<" in text or "[gMASK]" in text else text.strip()
 
 
 class Family(Protocol):

@@ -65,6 +65,11 @@ class Instruction:
         """1 when every rule holds, else 0."""
         return float(all(rule(text) for rule in self.rules().values()))
 
+    def share(self, text: str) -> float:
+        """The share of the rules that hold."""
+        rules = self.rules()
+        return sum(rule(text) for rule in rules.values()) / len(rules)
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -94,6 +99,7 @@ class Rules:
             instruction.check,
             thinking=False,
             max_new_tokens=40,
+            partial=instruction.share,
         )
 
 

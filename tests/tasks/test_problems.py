@@ -120,6 +120,7 @@ def test_rules(text, broken):
     instruction = Instruction("colors", 3, "blue", upper=True, end="!")
     assert {name for name, rule in instruction.rules().items() if not rule(text)} == (broken or set())
     assert instruction.check(text) == float(broken is None)
+    assert instruction.share(text) == pytest.approx(1 - len(broken or ()) / 5)
 
 
 def test_rules_without_an_end_mark():
@@ -154,3 +155,12 @@ def test_calculate(expression, value):
 def test_calculate_refuses(expression):
     with pytest.raises(ValueError):
         calculate(expression)
+
+
+def test_credit_is_partial_where_a_family_has_it():
+    rules = sample(build("rules"), "train", 0)
+    assert rules.credit(rules.answer) == 1.0
+    assert 0.0 < rules.credit(rules.answer + "?") < 1.0 and rules.verify(rules.answer + "?") == 0.0
+    assert rules.credit(rules.answer + "<|user|>") == 0.0
+    addition = sample(build("addition"), "train", 0)
+    assert addition.credit(f"x</think>{addition.answer}") == 1.0 and addition.credit("x</think>0") == 0.0
