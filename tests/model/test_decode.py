@@ -118,6 +118,48 @@ def test_batching_does_not_change_what_a_row_draws(topk):
     assert [done[r].output_ids for r in range(5)] == [c.output_ids for c in together]
 
 
+@pytest.mark.parametrize("topk", [6, 512])
+def test_rebuilt_cache_continues_with_the_new_weights(topk):
+    """After a weight change in the middle, a rebuilt batch goes on as the new model would from the same tokens."""
+    model = build(topk)
+    decoder = Decoder(model, auto_refresh=False)
+    rows = prompts([12, 5, 30], seed=6)
+    params = [SamplingParams(max_new_tokens=n, seed=n) for n in (20, 4, 20)]
+    batch = DecodeBatch(decoder)
+    done = dict(batch.add(rows, params, [row_seed(p.seed, 0) for p in params], [0, 1, 2]))
+    for _ in range(8):
+        done.update(batch.step())
+    for p in model.parameters():
+        p.mul_(1.05)
+    decoder.refresh()
+    batch.weight_version = 1
+    batch.rebuild()
+    while batch.rows:
+        done.update(batch.step())
+    for row in (0, 2):
+        out = done[row]
+        assert out.weight_runs == [(0, 9), (1, 11)]
+        expected = full_logprobs(model, rows[row] + out.output_ids)[len(rows[row]) - 1 : -1]
+        expected = expected.gather(1, torch.tensor(out.output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(out.output_logprobs)[9:], expected[9:], atol=1e-5, rtol=0)
+    assert done[1].weight_runs == [(0, 4)]
+
+
+def test_long_prompts_and_many_rows_are_prefilled_in_chunks(monkeypatch):
+    """The token budget of a prefill chunk changes nothing but memory."""
+    decoder = Decoder(build(6))
+    rows = prompts([30, 8, 55, 8, 21, 2], seed=9)
+    params = SamplingParams(max_new_tokens=6, seed=1)
+    whole, scored = decoder.generate(rows, params), decoder.score(rows)
+    monkeypatch.setattr("model.decode.PREFILL_TOKENS", 60)
+    assert len(decoder._chunks(rows)) > 2
+    for a, b in zip(whole, decoder.generate(rows, params), strict=True):
+        assert a.output_ids == b.output_ids
+        np.testing.assert_allclose(a.output_logprobs, b.output_logprobs, atol=1e-5)
+    for a, b in zip(scored, decoder.score(rows), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_rows_of_one_request_have_their_own_streams():
     decoder = Decoder(build(512))
     row = prompts([8])[0]
