@@ -7,6 +7,8 @@ Long documents, repositories with their issues, and interleaved similar texts ar
 
 from __future__ import annotations
 
+import dataclasses
+
 from pydantic import Field
 
 from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
@@ -28,6 +30,6 @@ def run(stage: Stage) -> None:
             f"{model.cfg.max_position_embeddings}"
         )
     if config.rope_theta is not None:
-        object.__setattr__(model.cfg, "rope_theta", config.rope_theta)
+        model.cfg = dataclasses.replace(model.cfg, rope_theta=config.rope_theta)
     objective = language_modeling(config, attention="dense")
     run_lm(stage, model, objective, packing="best_fit", attention="dense")

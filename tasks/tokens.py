@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Documents, tokens and bytes per domain of a token shard directory.")
     parser.add_argument("directory")
     args = parser.parse_args(argv)
-    tokens = TokenSet(Path(args.directory))
+    try:
+        tokens = TokenSet(Path(args.directory))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     print(f"vocabulary {tokens.vocab_size}, {tokens.meta['dtype']}")
     for domain in tokens.domains:
         for split in SPLITS:

@@ -63,8 +63,9 @@ def test_the_chain(tmp_path, inputs):
 
     third, _, _ = run(
         midtrain, "midtrain-s1", tmp_path, inputs,
-        stage_config(seq_len=64, rows=2, schedule={"kind": "linear"}), "data/pretrain/reasoning",
+        stage_config(seq_len=64, rows=2, schedule={"kind": "linear"}, rope_theta=5e6), "data/pretrain/reasoning",
     )  # fmt: skip
+    assert load_checkpoint(third).cfg.rope_theta == 5e6 != load_checkpoint(second).cfg.rope_theta
     moved = changed(weights(second), weights(third))
     assert moved and not any(".indexer." in n for n in moved), "the indexer waits for its own stage"
 
