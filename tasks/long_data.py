@@ -5,7 +5,8 @@
 Per context length: `interleaved` sequences, in which segments of similar documents take turns so that related evidence is
 spread over all depths; `negatives` sequences (NExtLong), in which the chunks of one document stand apart, separated by
 similar chunks of other documents; for the longest context also MRCR-like conversations (tasks/mrcr.py). Similarity is the
-cosine of hashed TF-IDF vectors. Documents of domain long; meta names kind, context and the documents used.
+cosine of hashed TF-IDF vectors. Documents of domain long; meta names kind, context, split and the documents used: a
+sequence is made of training documents or of validation documents, never of both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import Field
 
 from tasks import documents, minhash, mrcr
 from tasks.stage import Stage, StageConfig
+from tasks.tokens import split_of
 
 SOURCES = ("data/decontaminate", "data/swe_data")
 
@@ -40,6 +42,9 @@ class Config(StageConfig):
     )
     segments: int = Field(3, ge=2, description="segments that each interleaved document is cut into")
     min_similarity: float = Field(0.2, ge=-1, le=1, description="cosine from which two documents count as similar")
+    val_fraction: float = Field(
+        0.05, ge=0, lt=1, description="as in `pack`: a sequence is made of one split's documents"
+    )
     dimensions: int = Field(1024, ge=16, description="buckets of the hashed TF-IDF")
 
 
@@ -181,91 +186,116 @@ def _check(config: Config) -> None:
         raise ValueError(f"long_data.needles must lie in 1..8, got {list(config.needles)}")
 
 
+class Builder:
+    """Makes the sequences of one split (train or val) from the documents of that split alone."""
+
+    def __init__(self, stage: Stage, split: str, rows: list[dict]):
+        self.stage, self.config, self.split, self.rows = stage, stage.config, split, rows
+        self.texts = [row["text"] for row in rows]
+        self.embed = HashedTfidf(self.texts, self.config.dimensions)
+        self.vectors = self.embed(self.texts)
+        self.made: Counter[str] = Counter()
+        self.not_made: Counter[str] = Counter()
+
+    def _rng(self, *item: object) -> random.Random:
+        return random.Random(self.stage.rng_seed(self.split, *item))
+
+    def document(self, text: str, kind: str, context: int, number: int, used: Sequence[int], **extra: object) -> dict:
+        self.made[f"{kind}_{context}"] += 1
+        ids = [self.rows[i]["id"] for i in used]
+        meta = {"kind": kind, "context": context, "split": self.split, "documents": ids, **extra}
+        languages = Counter(self.rows[i]["lang"] for i in used)
+        lang = max(sorted(languages), key=lambda x: languages[x]) if languages else "en"
+        return documents.document(text, f"{kind}/{self.split}/{context}/{number:05d}", "long", lang=lang, meta=meta)
+
+    def interleaved(self, context: int, mine: np.ndarray, count: int, limit: int) -> Iterator[dict]:
+        """Up to `count` sequences from the documents `mine`."""
+        config, rng = self.config, self._rng("interleaved", context)
+        if len(mine) < 2:
+            return
+        groups = clusters(self.vectors[mine], *config.documents_per_sequence, config.min_similarity)
+        for number, group in zip(range(count), groups):
+            used = mine[group].tolist()
+            pieces = [piece(self.texts[i], limit // len(used) - 2 * config.segments, rng) for i in used]
+            yield self.document(interleave(pieces, config.segments), "interleaved", context, number, used)
+
+    def negatives(self, context: int, count: int, limit: int) -> Iterator[dict]:
+        """Up to `count` NExtLong sequences; half of each is its own document."""
+        config, rng = self.config, self._rng("negatives", context)
+        for number, i in enumerate(rng.sample(range(len(self.rows)), min(count, len(self.rows)))):
+            own = piece(self.texts[i], limit // 2, rng)
+            chunks = segments(own, config.segments)
+            near, _ = nearest(self.vectors, self.embed(chunks), 24)
+            room = (limit - len(own)) // max(1, len(chunks) - 1)
+            used, fillers = [i], []
+            for row in near[:-1].tolist():
+                other = next((j for j in row if j not in used), None)
+                if other is None:
+                    break
+                used.append(other)
+                fillers.append([piece(self.texts[other], max(80, room - 6), rng)])
+            yield self.document(with_negatives(own, fillers, config.segments), "negatives", context, number, used)
+
+    def conversations(self, context: int, count: int, limit: int) -> Iterator[dict]:
+        """Up to `count` MRCR-like conversations in the chat template; what the corpus is too poor for is counted."""
+        from tasks import chat
+
+        config = self.config
+        bank = mrcr.sentence_bank(t for t, row in zip(self.texts, self.rows) if row["domain"] not in ("code", "swe"))
+        overhead = len("<|user|><|assistant|></think>")
+        for number in range(count):
+            needles = config.needles[number % len(config.needles)]
+            variant = mrcr.VARIANTS[(number // len(config.needles)) % 2]
+            try:
+                found = mrcr.conversation(bank, self._rng("mrcr", context, number), limit, needles, variant, overhead)
+            except ValueError as error:
+                self.not_made[str(error)] += 1
+                continue
+            text = chat.render([*found.messages, {"role": "assistant", "content": found.answer}])
+            extra = {"needles": needles, "wanted": found.wanted, "variant": variant}
+            yield self.document(text, "mrcr", context, number, [], **extra)
+
+    def sequences(self, share: float) -> Iterator[dict]:
+        """Every sequence of this split: `share` of the configured counts, rounded."""
+        config = self.config
+        for n, context in enumerate(config.contexts):
+            limit = int(context * config.chars_per_token * config.fill)
+            # Each context has documents of its own, so that no text comes back at another length.
+            mine = np.arange(n, len(self.rows), len(config.contexts))
+            yield from self.interleaved(context, mine, round(config.interleaved[n] * share), limit)
+            yield from self.negatives(context, round(config.negatives[n] * share), limit)
+        yield from self.conversations(context, round(config.mrcr * share), limit)
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
     _check(config)
     rows = _load(stage, config)
-    texts = [row["text"] for row in rows]
     if len(rows) < 2:
         raise ValueError(
             f"long_data: {len(rows)} documents of at least {config.min_chars} characters, too few to combine"
         )
-    embed = HashedTfidf(texts, config.dimensions)
-    vectors = embed(texts)
-    made: Counter[str] = Counter()
-    short: dict[str, int] = {}
-
-    def document(text: str, kind: str, context: int, number: int, used: Sequence[int], **extra: object) -> dict:
-        made[f"{kind}_{context}"] += 1
-        meta = {"kind": kind, "context": context, "documents": [rows[i]["id"] for i in used], **extra}
-        languages = Counter(rows[i]["lang"] for i in used)
-        lang = max(sorted(languages), key=lambda x: languages[x]) if languages else "en"
-        return documents.document(text, f"{kind}/{context}/{number:05d}", "long", lang=lang, meta=meta)
-
-    def interleaved(context: int, mine: np.ndarray, count: int, limit: int) -> Iterator[dict]:
-        rng = random.Random(stage.rng_seed("interleaved", context))
-        groups = clusters(vectors[mine], *config.documents_per_sequence, config.min_similarity)
-        for number, group in zip(range(count), groups):
-            used = mine[group].tolist()
-            pieces = [piece(texts[i], limit // len(used) - 2 * config.segments, rng) for i in used]
-            yield document(interleave(pieces, config.segments), "interleaved", context, number, used)
-
-    def negatives(context: int, count: int, limit: int) -> Iterator[dict]:
-        rng = random.Random(stage.rng_seed("negatives", context))
-        for number, i in enumerate(rng.sample(range(len(rows)), min(count, len(rows)))):
-            own = piece(texts[i], limit // 2, rng)
-            chunks = segments(own, config.segments)
-            near, _ = nearest(vectors, embed(chunks), 24)
-            room = (limit - len(own)) // max(1, len(chunks) - 1)
-            used, fillers = [i], []
-            for row in near[:-1]:
-                other = next((int(j) for j in row if int(j) not in used), None)
-                if other is None:
-                    break
-                used.append(other)
-                fillers.append([piece(texts[other], max(80, room - 6), rng)])
-            yield document(with_negatives(own, fillers, config.segments), "negatives", context, number, used)
-
-    def conversations(context: int, limit: int) -> Iterator[dict]:
-        from tasks import chat
-
-        prose = [t for t, row in zip(texts, rows) if row["domain"] not in ("code", "swe")]
-        bank = mrcr.sentence_bank(prose)
-        overhead = len("<|user|><|assistant|></think>")
-        for number in range(config.mrcr):
-            rng = random.Random(stage.rng_seed("mrcr", context, number))
-            needles = config.needles[number % len(config.needles)]
-            variant = mrcr.VARIANTS[(number // len(config.needles)) % 2]
-            try:
-                found = mrcr.conversation(bank, rng, limit, needles, variant, overhead)
-            except ValueError as error:
-                short.setdefault(str(error), 0)
-                short[str(error)] += 1
-                continue
-            text = chat.render([*found.messages, {"role": "assistant", "content": found.answer}])
-            extra = {"needles": needles, "wanted": found.wanted, "variant": variant}
-            yield document(text, "mrcr", context, number, [], **extra)
+    made: dict[str, dict[str, int]] = {}
+    not_made: Counter[str] = Counter()
 
     def everything() -> Iterator[dict]:
-        for n, context in enumerate(config.contexts):
-            limit = int(context * config.chars_per_token * config.fill)
-            # Each context has documents of its own, so that no text comes back at another length.
-            yield from interleaved(context, np.arange(n, len(rows), len(config.contexts)), config.interleaved[n], limit)
-            yield from negatives(context, config.negatives[n], limit)
-        if config.mrcr:
-            yield from conversations(
-                config.contexts[-1], int(config.contexts[-1] * config.chars_per_token * config.fill)
-            )
+        for split, share in (("train", 1 - config.val_fraction), ("val", config.val_fraction)):
+            mine = [row for row in rows if split_of(row["id"], config.val_fraction) == split]
+            if mine and share:
+                builder = Builder(stage, split, mine)
+                yield from builder.sequences(share)
+                made[split] = dict(sorted(builder.made.items()))
+                not_made.update(builder.not_made)
 
     written = documents.write_documents(stage.out("data/long_data"), everything())
-    for reason, count in sorted(short.items()):
+    for reason, count in sorted(not_made.items()):
         stage.print(f"{count} conversations not made: {reason}")
     stage.rows(documents=written["documents"])
     stage.metric(
         documents=written["documents"],
         bytes=written["bytes"],
         considered=len(rows),
-        made=dict(sorted(made.items())),
-        mrcr_not_made=sum(short.values()),
+        made=made,
+        conversations_not_made=sum(not_made.values()),
     )
-    stage.print(f"{written['documents']} sequences, {written['bytes'] / 1e6:.1f} MB: {dict(sorted(made.items()))}")
+    stage.print(f"{written['documents']} sequences, {written['bytes'] / 1e6:.1f} MB: {made}")

@@ -152,7 +152,7 @@ def test_stage(tmp_path, sources):
     out = tmp_path / "one/data/long_data"
     assert (out / "manifest.json").read_text() == (tmp_path / "two/data/long_data/manifest.json").read_text()
     rows = list(documents.read_documents(out))
-    made = json.loads((tmp_path / "one/metrics/long_data.json").read_text())["made"]
+    made = json.loads((tmp_path / "one/metrics/long_data.json").read_text())["made"]["train"]
     assert made == {
         "interleaved_256": 4,
         "interleaved_1024": 3,
@@ -169,6 +169,19 @@ def test_stage(tmp_path, sources):
             seen |= set(meta["documents"])
         if meta["kind"] == "mrcr":
             assert row["text"].startswith("[gMASK]<sop><|user|>Write a ") and meta["needles"] == 2
+
+
+def test_training_and_validation_documents_do_not_meet(tmp_path, sources):
+    from tasks.tokens import split_of
+
+    config = CONFIG | {"val_fraction": 0.4, "interleaved": [10, 10], "negatives": [10, 10], "mrcr": 0}
+    run_stage_for_test(long_data, config, deps=sources, outs=["data/long_data"], tmp=tmp_path)
+    splits = set()
+    for row in documents.read_documents(tmp_path / "data/long_data"):
+        meta = json.loads(row["meta"])
+        splits.add(meta["split"])
+        assert {split_of(i, 0.4) for i in meta["documents"]} == {meta["split"]}
+    assert splits == {"train", "val"}
 
 
 def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, sources):
