@@ -13,11 +13,12 @@ Check it:  python -m pytest tests/tasks/test_trainer.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, OptimConfig, format_ownership, ownership_table
 from tasks.files import atomic_dir
 
@@ -75,7 +77,9 @@ class LoopSettings(Section):
     router_bias_tokens: int | None = Field(
         None, ge=0, description="the bias is frozen after this many tokens of the stage"
     )
-    precision: str = Field("float32", pattern="^(float32|bfloat16)$", description="bfloat16 runs under autocast")
+    precision: str = Field(
+        "float32", pattern="^(float32|bfloat16)$", description="of the arithmetic; weights stay fp32"
+    )
 
 
 class NonFiniteError(ValueError):
@@ -85,6 +89,27 @@ class NonFiniteError(ValueError):
 def pick_device() -> torch.device:
     """The accelerator when there is one, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """While open, the model computes with copies of its weights in `dtype`; gradients arrive at the weights themselves.
+
+    The router and the indexer's head weights keep their type, as in checkpoints. Autocast would not do: the model's fused
+    kernels take operands of one type.
+    """
+    own: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.dtype != dtype and not f"{prefix}.{name}".endswith(FP32_SUFFIXES):
+                own.append((module, name, param))
+    try:
+        for module, name, param in own:
+            module._parameters[name] = param.to(dtype)
+        yield
+    finally:
+        for module, name, param in own:
+            module._parameters[name] = param
 
 
 def batch_count(batch: Mapping[str, Tensor]) -> float:
@@ -211,7 +236,7 @@ class Trainer:
         for batch, count in zip(micro_batches, counts, strict=True):
             if count == 0:
                 continue
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16"):
+            with computing_in(self.model, getattr(torch, self.settings.precision)):
                 loss, extra = self.objective(self.model, batch, self.step)
             value = float(loss.detach())
             if value != value or abs(value) == float("inf"):
@@ -253,7 +278,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), computing_in(self.model, getattr(torch, self.settings.precision)):
             self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
         self.model.train()
         self.stage.log(self.step, **self.last_eval)

@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from model.muon import OptimConfig, build_optimizer
-from tasks.trainer import LoopSettings, NonFiniteError, Trainer, batch_count, split_batch
+from tasks.objectives import IndexerWarmup, LanguageModeling
+from tasks.trainer import LoopSettings, NonFiniteError, Trainer, batch_count, computing_in, split_batch
+from tests.tasks.lm_case import micro_model, random_ids
 
 VOCAB, STEPS = 20, 12
 
@@ -196,3 +198,26 @@ def test_indexer_gradients_are_clipped_apart(tmp_path):
         grads.append((norms["grad_norm"], norms["index_grad_norm"], trainer.model.up.weight.detach().clone()))
     assert grads[0][0] == pytest.approx(grads[1][0]) and grads[1][1] == pytest.approx(1e4 * grads[0][1], rel=1e-4)
     assert torch.equal(grads[0][2], grads[1][2])
+
+
+@pytest.mark.parametrize(
+    "goal", [LanguageModeling(mtp_depth=2), LanguageModeling(attention="sparse", index_rows=8), IndexerWarmup(8)]
+)
+def test_bfloat16_arithmetic_keeps_fp32_weights_and_gradients(goal):
+    model, ids = micro_model(), random_ids(2, 65)
+    data = {"input_ids_bs": ids[:, :-1], "targets_bs": ids[:, 1:]}
+    weights = {n: p for n, p in model.named_parameters()}
+    norms, losses = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model.zero_grad()
+        with computing_in(model, dtype):
+            assert model.lm_head.weight.dtype == dtype and model.model.layers[1].mlp.gate.weight.dtype == torch.float32
+            loss, _ = goal(model, data, 0)
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(g.dtype == torch.float32 for g in grads)
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+    assert all(p is weights[n] for n, p in model.named_parameters()), "the weights are the same objects again"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and losses[1] != losses[0]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
