@@ -19,3 +19,20 @@ def services(tmp_path_factory):
         "PREFECT_HOME": str(own.home / "prefect"),
     }
     own.down()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    """Ends what a test that failed half way left of its projects, with everything below it."""
+    yield
+    from tests.flows.toy import STARTED
+
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            import psutil
+
+            for below in psutil.Process(process.pid).children(recursive=True):
+                below.kill()
+            process.kill()
+            process.wait()

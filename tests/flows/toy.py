@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 REPO = Path(__file__).resolve().parents[2]
-FRAME = ("__init__", "__main__", "stage", "files", "params", "tracking")
+STARTED: list[subprocess.Popen] = []
 
 STAGE = '''"""One stage of a test project."""
 
@@ -85,9 +85,7 @@ class Toy:
         self.root = root
         self.edges = edges
         shutil.copytree(REPO / "flows", root / "flows", ignore=shutil.ignore_patterns("__pycache__"))
-        (root / "tasks").mkdir()
-        for name in FRAME:
-            shutil.copy(REPO / "tasks" / f"{name}.py", root / "tasks")
+        shutil.copytree(REPO / "tasks", root / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
         (root / "conf").mkdir()
         stages = {}
         for name, upstream in edges.items():
@@ -133,6 +131,7 @@ class Toy:
             process = subprocess.Popen(
                 [sys.executable, *args], cwd=self.root, env=self.env(**extra), stdout=file, stderr=subprocess.STDOUT
             )
+        STARTED.append(process)
         process.output = path.read_text  # type: ignore[attr-defined]
         return process
 
