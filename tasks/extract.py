@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPLACEMENT = "\ufffd"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\u200b]")
-_BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _TRAILING = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
 
 

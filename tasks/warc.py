@@ -122,7 +122,7 @@ def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | Ba
     with path.open("rb") as stream:
         truncated = _torn_gzip(path)
         try:
-            for record in ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True):
+            for record in ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=False):
                 last = record.record_id or last
                 yield _page(record, path.name, max_bytes)
         except Exception as error:  # the parser raises several kinds on corrupt input; none may stop the corpus
@@ -135,6 +135,7 @@ def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | Ba
 
 
 def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
+    """A response record, its block read whole and measured against its declared length before any of it is used."""
     url = record.headers.get("WARC-Target-URI", "")
     identity = record.record_id or url or file
     if not url:
@@ -142,12 +143,16 @@ def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
     declared = int(record.headers.get("Content-Length", "0") or 0)
     if declared > max_bytes:
         return BadRecord(identity, "too_large", f"{file}: {declared} bytes, limit {max_bytes}")
-    body = record.reader.read(max_bytes + 1)
-    http = record.http_headers
-    kind = (http.get("Content-Type") or "") if http is not None else ""
-    length = http.get("Content-Length") if http is not None else None
-    encoding = ((http.get("Content-Encoding") or "") if http is not None else "").lower()
-    if length and length.isdigit() and not encoding and len(body) < int(length):
+    block = record.reader.read(declared)
+    if len(block) < declared:
+        return BadRecord(identity, "truncated_record", f"{file}: {len(block)} of {declared} bytes of {url[:200]}")
+    head, _, body = block.partition(b"\r\n\r\n")
+    fields = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
+    http = {name.strip().lower(): value.strip() for name, _, value in fields}
+    length, encoding = http.get("content-length", ""), http.get("content-encoding", "").lower()
+    if "chunked" in http.get("transfer-encoding", "").lower():
+        body = _dechunk(body)
+    elif length.isdigit() and len(body) < int(length):
         return BadRecord(identity, "truncated_record", f"{file}: {len(body)} of {length} bytes of {url[:200]}")
     if encoding in ("gzip", "x-gzip", "deflate"):
         try:
@@ -157,10 +162,29 @@ def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
             return BadRecord(identity, "bad_content_encoding", f"{file}: {encoding}: {error}")
     if len(body) > max_bytes:
         return BadRecord(identity, "too_large", f"{file}: decompresses beyond {max_bytes} bytes")
-    charset = kind.lower().partition("charset=")[2].strip(" \"';")
+    kind = http.get("content-type", "")
+    charset = kind.lower().partition("charset=")[2].partition(";")[0].strip(" \"'")
     package = record.headers.get("WARC-Source-Package", "") or ""
     label = record.headers.get("WARC-Source-Label", "") or ""
     return Page(url, body, charset, package, label, kind.partition(";")[0].strip().lower())
+
+
+def _dechunk(body: bytes) -> bytes:
+    """The payload of an HTTP chunked body; the body itself when it is not really chunked (some crawlers undo it)."""
+    out, at = [], 0
+    while True:
+        size_line, separator, _ = body[at : at + 1024].partition(b"\r\n")
+        try:
+            size = int(size_line.partition(b";")[0], 16)
+        except ValueError:
+            return body
+        if not separator:
+            return body
+        at += len(size_line) + 2
+        if size == 0:
+            return b"".join(out)
+        out.append(body[at : at + size])
+        at += size + 2
 
 
 def _torn_gzip(path: Path) -> str:
