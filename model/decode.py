@@ -102,7 +102,10 @@ class Decoder:
                     torch.log_softmax(self.forward.logits(h) / temperature, -1).gather(1, t[:, None]).squeeze(1)
                     for h, t in zip(hidden_nh.split(1024), targets_n.split(1024), strict=True)
                 ]
-            ).tolist()
+            )
+            if logp_n.isnan().any():
+                raise FloatingPointError("the model's logits are not finite: its weights have diverged or are damaged")
+            logp_n = logp_n.tolist()
             start = 0
             for i, ids in zip(chunk, rows, strict=True):
                 scored[i] = logp_n[start : start + len(ids) - 1]

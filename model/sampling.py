@@ -152,6 +152,7 @@ class RowSampler:
         """logits float32 [B, V], counters int64 [B] -> (ids int64 [B], log-probs float32 [B]).
 
         Inverse-CDF sampling in float64, so a token of probability zero is never drawn; greedy ties go to the lower id.
+        FloatingPointError when logits are NaN or infinite.
         """
         if self.scaled:
             logits_bv = logits_bv / self.temperature_b[:, None]
@@ -164,9 +165,12 @@ class RowSampler:
             cdf_bv = probs_bv.cumsum(dim=-1)
             u_b = torch.from_numpy(uniforms(self.seeds_b, counters_b)).to(self.device)
             threshold_b1 = (u_b * cdf_bv[:, -1])[:, None]
-            drawn_b = torch.searchsorted(cdf_bv, threshold_b1, right=True).squeeze(1)
+            drawn_b = torch.searchsorted(cdf_bv, threshold_b1, right=True).squeeze(1).clamp_(max=cdf_bv.shape[1] - 1)
             ids_b = drawn_b if ids_b is None else torch.where(self.greedy_b, ids_b, drawn_b)
-        return ids_b, logp_bv.gather(1, ids_b[:, None]).squeeze(1)
+        logp_b = logp_bv.gather(1, ids_b[:, None]).squeeze(1)
+        if not logp_b.isfinite().all():
+            raise FloatingPointError("the model's logits are not finite: its weights have diverged or are damaged")
+        return ids_b, logp_b
 
 
 def _truncate(probs_bv: torch.Tensor, top_p_b: torch.Tensor, top_k_b: torch.Tensor) -> torch.Tensor:

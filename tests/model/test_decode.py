@@ -209,6 +209,16 @@ def test_rollout_dtypes_inject_a_mismatch(dtype, low, high):
     assert all(np.isfinite(c.output_logprobs).all() for c in out)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_damaged_weights_are_reported(temperature):
+    model = build(512)
+    model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        Decoder(model).generate(prompts([4]), SamplingParams(max_new_tokens=3, temperature=temperature))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        Decoder(model).score(prompts([4]))
+
+
 def test_zero_new_tokens():
     out = Decoder(build(512)).generate(
         prompts([4, 4]), [SamplingParams(max_new_tokens=0), SamplingParams(max_new_tokens=2)]
