@@ -6,7 +6,7 @@ Every text that the line evaluates on, or that a user names, is a list of items.
 of 13 words with an item, or holds the whole of an item that has fewer words. Punctuation and case do not count. Items below
 `min_words` words are too common to search for and are counted as `too_short`. The evaluation items are the held-out
 problems of tasks/problems.py and the files of `items` (text, JSON or JSON lines, directories of them; list such a path also
-under the stage's deps in dvc.yaml).
+under the stage's deps in dvc.yaml); `data/acquire` there stands for what conf/corpus.yaml marks as evaluation material.
 
 metrics/decontaminate.json counts items searched and found; data/decontaminate/hits.parquet names document and item.
 """
@@ -26,14 +26,19 @@ from pydantic import Field
 
 from tasks import documents, minhash
 from tasks.stage import Stage, StageConfig
+from tasks.texts import read_index
 
+ACQUIRED = "data/acquire"
 _SIEVE = 1 << 20  # slots of the table that rules out most runs by the low bits of their hash
 HITS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("item", pa.string()), ("matched", pa.string())])
 
 
 class Config(StageConfig):
     ngram: int = Field(13, ge=2, description="words in a run that counts as overlap; shorter items must match whole")
-    min_words: int = Field(5, ge=1, description="items with fewer words are not searched for")
+    min_words: int = Field(5, ge=1, description="held-out problems with fewer words are not searched for")
+    min_words_items: int = Field(
+        8, ge=1, description="the same for `items`, whose files hold short labels besides questions"
+    )
     heldout_problems: bool = Field(True, description="search for the held-out problems of tasks/problems.py")
     items: tuple[str, ...] = Field((), description="further evaluation items: files or directories, declared as deps")
 
@@ -50,10 +55,10 @@ class ItemIndex:
         self._owners: dict[int, list[np.ndarray]] = {}
         self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
-    def add(self, name: str, text: str) -> None:
-        """Add one item; counted as too short when it has fewer than `min_words` words."""
+    def add(self, name: str, text: str, min_words: int | None = None) -> None:
+        """Add one item; counted as too short when it has fewer than `min_words` words (default: the index's)."""
         tokens = self.hasher.array(minhash.words(text))
-        if len(tokens) < self.min_words:
+        if len(tokens) < (self.min_words if min_words is None else min_words):
             self.too_short += 1
             return
         size = min(self.ngram, len(tokens))
@@ -90,6 +95,13 @@ class ItemIndex:
                     found.setdefault(int(owners[index]), " ".join(tokens[position : position + size]))
                     index += 1
         return [(self.names[i], found[i]) for i in sorted(found)]
+
+
+def acquired_items(acquired: Path) -> Iterator[tuple[str, str]]:
+    """Items of the corpus that its list marks `use: evaluation` (conf/corpus.yaml), from data/acquire."""
+    for row in sorted(read_index(acquired), key=lambda r: r["path"]):
+        if row.get("use") == "evaluation" and row["path"].startswith("files/"):
+            yield from read_items(acquired / row["path"], row["path"].removeprefix("files/"))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -174,13 +186,17 @@ def build_index(config: Config, extra: Iterable[tuple[str, str]]) -> ItemIndex:
         for name, text in heldout_items():
             index.add(name, text)
     for name, text in extra:
-        index.add(name, text)
+        index.add(name, text, config.min_words_items)
     return index
 
 
 def run(stage: Stage) -> None:
     config: Config = stage.config
-    extra = [item for path in config.items for item in read_items(stage.dep(path), path)]
+    extra = [
+        item
+        for path in config.items
+        for item in (acquired_items(stage.dep(path)) if path == ACQUIRED else read_items(stage.dep(path), path))
+    ]
     index = build_index(config, extra)
     out = stage.out("data/decontaminate")
     hits: list[dict] = []

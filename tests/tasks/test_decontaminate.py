@@ -91,6 +91,28 @@ def test_stage_names_the_items_of_files(tmp_path):
     assert metrics["removed"] == {"evaluation_overlap": 4}
 
 
+def test_evaluation_material_of_the_corpus_counts_as_items(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(5)
+    questions = {"evaluation": words(rng, 30), "": words(rng, 30)}
+    rows = []
+    for use, question in questions.items():
+        path = tmp_path / "acquired" / f"files/bench{use}/q.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(
+            "".join(json.dumps({"id": i, "q": question + suffix}) + "\n" for i, suffix in enumerate(("", " x")))
+        )
+        rows.append({"path": f"files/bench{use}/q.json", "use": use})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "acquired/index.parquet")
+    texts = [f"{words(rng, 50)} {q} {words(rng, 50)}" for q in questions.values()]
+    kept = run(tmp_path, texts, {"items": ["data/acquire"]}, {"data/acquire": tmp_path / "acquired"})
+    assert [row["text"] for row in kept] == texts[1:]
+    metrics = json.loads((tmp_path / "metrics/decontaminate.json").read_text())
+    assert metrics["items_found"] == {"benchevaluation/q.json:1": 1, "benchevaluation/q.json:2": 1}
+
+
 def test_an_undeclared_or_broken_item_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ValueError, match="evals"):
         run(tmp_path, ["a b"], {"items": ["evals"]})
