@@ -76,7 +76,7 @@ class Rules:
     """Name some things of a kind, under constraints; all of them must hold."""
 
     name: ClassVar[str] = "rules"
-    keyword_share: float = 0.8
+    keyword_share: float = 0.5
     upper_share: float = 0.0
     max_count: int = 4
 
@@ -87,7 +87,7 @@ class Rules:
         instruction = Instruction(category, count, keyword, rng.random() < self.upper_share, rng.choice(sorted(ENDS)))
         items = rng.sample([word for word in BANKS[category] if word != keyword], count - bool(keyword))
         if keyword:
-            items.insert(rng.randint(0, len(items)), keyword)
+            items.insert(0, keyword)  # anywhere would do; worked answers show one habit
         answer = ", ".join(items)
         answer = (answer.upper() if instruction.upper else answer) + instruction.end
         return Problem(
