@@ -100,7 +100,7 @@ def run(stage: Stage) -> None:
             ahead = step + config.lag
             future = generator.submit(generate, ahead) if ahead < config.steps else None
             groups, stale = drop_stale(ready.pop(step), step, config.tau)
-            logs = statistics(groups)
+            logs = statistics(groups, policy.model.cfg.index_topk)
             kept, counts = repair_groups(groups, config.group_size)
             logs |= {
                 "stale": stale,

@@ -143,5 +143,5 @@ def run(stage: Stage) -> None:
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, scores, loss, config.policy, scale)
             logs["reverse_kl"] = -loss.advantage_sum / max(1, sum(sum(s.loss_mask) for s in flat))
-            policy.end_step(step, {**statistics(groups), **logs})
+            policy.end_step(step, {**statistics(groups, policy.model.cfg.index_topk), **logs})
         policy.finish(stage.out("data/distill"))

@@ -74,5 +74,5 @@ def run(stage: Stage) -> None:
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, advantages, loss, config.policy, scale)
             shown = {"reward_model": sum(judged) / len(judged), "blended": sum(blended) / len(blended)}
-            policy.end_step(step, {**statistics(groups), **shown, **logs})
+            policy.end_step(step, {**statistics(groups, policy.model.cfg.index_topk), **shown, **logs})
         policy.finish(stage.out("data/general_rl"))

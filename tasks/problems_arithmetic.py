@@ -43,14 +43,15 @@ def _turns(question: str, thought: str, answer: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Addition:
-    """What is a+b? with a and b of `low`..`high`."""
+    """What is a+b? with a and b of `min_digits` to `max_digits` digits each, every length equally often."""
 
     name: ClassVar[str] = "addition"
-    low: int = 10
-    high: int = 999
+    min_digits: int = 2
+    max_digits: int = 3
 
     def draw(self, rng: random.Random) -> Problem:
-        a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
+        lengths = [rng.randint(self.min_digits, self.max_digits) for _ in range(2)]
+        a, b = (rng.randrange(10 ** (length - 1), 10**length) for length in lengths)
         turns = _turns(f"What is {a}+{b}?", add_columns(a, b), str(a + b))
         # the mirrored sum is the same problem
         return Problem(self.name, f"{min(a, b)}+{max(a, b)}", check=exact(str(a + b)), max_new_tokens=40, **turns)
@@ -102,16 +103,16 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Quantities:
-    """A few named quantities, then words that say nothing, then a question about two of the names.
+    """Words that say nothing, then a few named quantities, then a question about two of the names.
 
-    The prompt is longer than index_topk tokens of the tiny model, so its indexer has to keep the quantities and drop
-    filler: sparse selection is in force from the first sampled token. With `max_rows` 2 the question names all there is.
+    The prompt is longer than index_topk tokens of the tiny model, so from the first sampled token on the indexer has to
+    choose what to keep: sparse selection is in force. With `max_rows` 2 the question names all quantities there are.
     """
 
     name: ClassVar[str] = "quantities"
     min_rows: int = 2
     max_rows: int = 3
-    filler: int = 52
+    filler: int = 26
     low: int = 10
     high: int = 99
 
@@ -124,7 +125,7 @@ class Quantities:
         others = [name for name in NAMES if name not in names]
         filler = " ".join(rng.choice(others) for _ in range(self.filler))
         thought = f"{a}+{b};{add_columns(a, b)}"
-        turns = _turns(f"{table}. {filler}. What is {names[i]}+{names[j]}?", thought, str(a + b))
+        turns = _turns(f"{filler}. {table}. What is {names[i]}+{names[j]}?", thought, str(a + b))
         key = f"{min(a, b)}+{max(a, b)}"
         return Problem(self.name, key, check=exact(str(a + b)), max_new_tokens=36, **turns)
 

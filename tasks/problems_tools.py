@@ -49,7 +49,7 @@ class Calculator:
 
     name: ClassVar[str] = "calculator"
     low: int = 10
-    high: int = 999
+    high: int = 99
     two_call_share: float = 0.35
 
     def draw(self, rng: random.Random) -> Problem:

@@ -37,5 +37,5 @@ def run(stage: Stage) -> None:
             loss = functools.partial(config.icepop.on_policy, denominator=config.icepop.denominator(flat))
             scale = config.policy.lr_scale(step, config.steps)
             logs = update(policy.model, policy.optimizer, flat, advantages, loss, config.policy, scale)
-            policy.end_step(step, {**statistics(groups), **logs})
+            policy.end_step(step, {**statistics(groups, policy.model.cfg.index_topk), **logs})
         policy.finish(stage.out("data/reasoning_rl"))

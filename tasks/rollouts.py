@@ -185,8 +185,10 @@ def repair_groups(groups: Sequence[Sequence[Sample]], group_size: int) -> tuple[
     return kept, counts
 
 
-def statistics(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+def statistics(groups: Sequence[Sequence[Sample]], topk: int = 0) -> dict[str, float]:
     """What a training log shows of a batch: mean reward, per family too, entropy, lengths, shares of endings.
+
+    sparse_share: samples longer than topk, for which the indexer had to select.
 
     entropy is the mean of -log pi over sampled tokens: at temperature 1 an unbiased estimate of the policy's own.
     """
@@ -200,6 +202,7 @@ def statistics(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         "response_tokens": len(sampled) / len(samples),
         "sequence_tokens": sum(len(s.ids) for s in samples) / len(samples),
         "turns": sum(s.turns for s in samples) / len(samples),
+        "sparse_share": sum(len(s.ids) > topk for s in samples) / len(samples),
         "truncated": sum(s.status == "truncated" for s in samples) / len(samples),
     }
     for family in sorted({s.family for s in samples}):
