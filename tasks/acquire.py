@@ -120,7 +120,7 @@ class _Writer:
                 plain = matches(member.path, item.globs, item.excludes)
                 model = models.get(member.path)
                 index = member.path == item.url_index
-                if not (is_licence or plain or model or index):
+                if not (is_licence or plain or model or index or member.refused == "unsafe path"):
                     continue
                 self.stage.seen()
                 if member.data is None:

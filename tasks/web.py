@@ -142,7 +142,8 @@ def run(stage: Stage) -> None:
         kept = _filter_pages(config, pages, excluded, funnel)
         classifier, quality_metrics = _train_quality(stage, acquired, pages, texts)
         kept = _score(config, classifier, kept, texts, excluded, funnel)
-        classifier.save(out / "quality")
+        if classifier:
+            classifier.save(out / "quality")
     summary = write_documents(out, kept + texts, scores=("lang_score", "quality", "quality_bucket"))
     langs = Counter(d["lang"] for d in kept)
     stage.metric(
@@ -230,8 +231,11 @@ def _filter_pages(config: Config, pages: list[dict], excluded: Exclusions, funne
 
 def _train_quality(
     stage: Stage, acquired: Path, pages: list[dict], texts: list[dict]
-) -> tuple[QualityClassifier, dict]:
-    """Fit on 80 % of the English excerpts, measure ROC-AUC on the other 20 % (split by document id)."""
+) -> tuple[QualityClassifier | None, dict]:
+    """Fit on 80 % of the English excerpts, measure ROC-AUC on the other 20 % (split by document id).
+
+    None when the corpus has too few examples of a class, as with a corpus list of one's own.
+    """
     config: Config = stage.config
     q = config.quality
     positives, negatives = quality_examples(q, pages, texts)
@@ -243,19 +247,20 @@ def _train_quality(
     for kind, examples in (("p", positives), ("n", negatives)):
         for identity, text in examples:
             parts[kind + (" held" if int(identity[-4:], 16) % 5 == 0 else "")].append(text)
+    metrics = {"positives": len(positives), "negatives": len(negatives)}
     if min(map(len, parts.values())) < 2:
-        counts = {k: len(v) for k, v in parts.items()}
-        raise ValueError(
-            f"web.quality: too few examples to train and test on ({counts}); positives come from the English texts of items "
-            f"{', '.join(q.positives)}, negatives from pages of {', '.join(q.negatives)}"
+        stage.print(
+            f"too few examples for a quality classifier ({metrics}): no page is scored or removed by it; positives come from "
+            f"English texts of items {', '.join(q.positives)}, negatives from pages of {', '.join(q.negatives)}"
         )
+        return None, metrics | {"trained": 0}
     classifier = QualityClassifier(embedder)
     classifier.fit(parts["p"], parts["n"], q.l2)
     held = parts["p held"] + parts["n held"]
     labels = np.array([True] * len(parts["p held"]) + [False] * len(parts["n held"]))
     auc = roc_auc(classifier.score(held, ["en"] * len(held)), labels)
-    metrics = {"positives": len(positives), "negatives": len(negatives), "held_out": len(held)}
-    return classifier, metrics | {"held_out_auc": round(auc, 4), "embedding": embedder.dimension if embedder else 0}
+    metrics |= {"trained": 1, "held_out": len(held), "held_out_auc": round(auc, 4)}
+    return classifier, metrics | {"embedding": embedder.dimension if embedder else 0}
 
 
 def quality_examples(q: QualityConfig, pages: list[dict], texts: list[dict]) -> tuple[list, list]:
@@ -286,28 +291,29 @@ def quality_examples(q: QualityConfig, pages: list[dict], texts: list[dict]) -> 
 
 def _score(
     config: Config,
-    classifier: QualityClassifier,
+    classifier: QualityClassifier | None,
     kept: list[dict],
     texts: list[dict],
     excluded: Exclusions,
-    funnel: dict,
+    funnel: dict[str, int],
 ) -> list[dict]:
     """Add `quality` to all, `quality_bucket` to pages (quantiles within English and within the rest); drop the lowest."""
     q = config.quality
-    for rows in (kept, texts):
-        scores = classifier.score([r["text"] for r in rows], [r["lang"] for r in rows])
-        for row, score in zip(rows, scores, strict=True):
-            row["quality"] = float(score)
-    for group in (True, False):
-        members = [row for row in kept if (row["lang"] == "en") is group]
-        found = buckets(np.array([row["quality"] for row in members]), q.bucket_count)
-        for row, bucket in zip(members, found, strict=True):
-            row["quality_bucket"] = int(bucket)
     for row in texts:
         row.pop("item", None)
+    if classifier is not None:
+        for rows in (kept, texts):
+            scores = classifier.score([r["text"] for r in rows], [r["lang"] for r in rows])
+            for row, score in zip(rows, scores, strict=True):
+                row["quality"] = float(score)
+        for english in (True, False):
+            members = [row for row in kept if (row["lang"] == "en") is english]
+            found = buckets(np.array([row["quality"] for row in members]), q.bucket_count)
+            for row, bucket in zip(members, found, strict=True):
+                row["quality_bucket"] = int(bucket)
     good = []
     for row in kept:
-        if row["quality_bucket"] < q.drop_buckets:
+        if row.get("quality_bucket", q.drop_buckets) < q.drop_buckets:
             excluded.add(row, "quality_bucket", row["quality"])
         else:
             good.append(row)

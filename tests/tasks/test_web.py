@@ -1,0 +1,178 @@
+"""Stage web on a miniature corpus: funnel and exclusions add up, bad records are set aside, processes change nothing."""
+
+import json
+import os
+from collections import Counter
+
+import pytest
+
+from tasks import acquire, web
+from tasks.documents import read_documents, read_exclusions
+from tasks.fetch import PipIndexes
+from tasks.files import list_files, sha256_file
+from tasks.stage import run_stage_for_test
+from tests.tasks.corpus_fixtures import ENGLISH, archives, corpus_list, train_language_model, write_list
+from tests.tasks.package_index import serve
+
+CONFIG = {
+    "workers": 1,
+    "min_lang_score": 0.2,
+    "max_reject_share": 0.2,
+    "filters": {"words": [20, None], "policy_lines": [None, 0.5], "lorem_ipsum": [None, 0]},
+    "quality": {"positives": ["wiki"], "negatives": ["logins"], "l2": 0.1, "bucket_count": 4, "drop_buckets": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def acquired(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("acquired")
+    files = archives(train_language_model(tmp / "lid"))
+    with pytest.MonkeyPatch.context() as patch, serve() as index:
+        index.files.update(files)
+        patch.setenv("PIP_INDEX_URL", index.url)
+        patch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+        patch.delenv("PIP_FIND_LINKS", raising=False)
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setenv("ARCLINE_CACHE", str(tmp / "cache"))
+        patch.setattr(PipIndexes, "from_pip", lambda: PipIndexes.from_config_text("", dict(os.environ)))
+        corpus = write_list(tmp / "list.yaml", corpus_list(files))
+        run_stage_for_test(
+            acquire,
+            {"sets": {"base": True}, "max_reject_share": 0.5},
+            deps={"conf/corpus.yaml": corpus},
+            outs=["data/acquire"],
+            tmp=tmp,
+        )
+    return tmp / "data/acquire"
+
+
+@pytest.fixture(scope="module")
+def default(acquired, tmp_path_factory):
+    """(output directory, metrics) of one run with CONFIG."""
+    return run(tmp_path_factory.mktemp("default"), acquired)
+
+
+def run(tmp_path, acquired, **change):
+    run_stage_for_test(web, CONFIG | change, deps={"data/acquire": acquired}, outs=["data/web"], tmp=tmp_path)
+    return tmp_path / "data/web", json.loads((tmp_path / "metrics/web.json").read_text())
+
+
+def test_documents_scores_and_provenance(default):
+    out, metrics = default
+    documents = list(read_documents(out))
+    assert Counter(d["domain"] for d in documents) == metrics["documents"]
+    assert metrics["documents"]["encyclopedia"] == 32
+    pages = {d["url"]: d for d in documents if d["domain"] == "web"}
+    page = next(d for url, d in pages.items() if url.startswith("package:pip/articles/1.0/doc/1"))
+    meta = json.loads(page["meta"])
+    assert page["source"] == "pip/articles/1.0" and page["lang"] == "en"
+    assert (meta["licence"], meta["licence_file"]) == ("MIT", "LICENSE") and meta["title"]
+    assert "sailors saw of the coast" in page["text"] and "page\n" not in page["text"]  # main content, no menu
+    assert all(0 <= d["quality"] <= 1 and d["lang_score"] > 0 for d in documents)
+    assert all(d["quality_bucket"] is None for d in documents if d["domain"] == "encyclopedia")
+
+
+def test_funnel_and_exclusions_add_up(default):
+    out, metrics = default
+    funnel = list(metrics["funnel"].items())
+    removed = Counter(r["reason"] for r in read_exclusions(out))
+    assert dict(removed) == metrics["removed"]
+    for (_, before), (name, after) in zip(funnel, funnel[1:], strict=False):
+        assert before - after == removed[name[3:]]
+    assert funnel[0][1] == 27 + 24 + 2 and funnel[-1][1] == metrics["documents"]["web"]
+    assert removed["policy_lines"] + removed["words"] + removed["quality_bucket"] > 0
+    assert removed["lorem_ipsum"] == 1 and removed["min_chars"] >= 1
+
+
+def test_log_in_pages_score_below_articles(acquired, tmp_path):
+    out, metrics = run(tmp_path, acquired, filters={})
+    scores = {"articles": [], "logins": []}
+    for row in read_documents(out):
+        if row["domain"] == "web" and row["lang"] == "en":
+            scores[row["source"].split("/")[1]].append(row["quality"])
+    low = [r["score"] for r in read_exclusions(out) if r["reason"] == "quality_bucket" and "logins" in r["source"]]
+    assert min(scores["articles"]) > max(scores["logins"] + low)
+    assert metrics["quality"]["held_out_auc"] > 0.9
+
+
+def test_wrongly_declared_french_pages_are_read(default):
+    out, _ = default
+    french = [d for d in read_documents(out) if d["domain"] == "web" and d["lang"] == "fr"]
+    assert french and all("été construit" in d["text"] for d in french)
+
+
+def test_what_is_no_page_is_rejected_and_the_rest_goes_on(default):
+    out, _ = default
+    lines = [json.loads(line) for line in (out / "rejects/part-00000.jsonl").read_text().splitlines()]
+    assert ("package:pip/articles/1.0/doc/broken.html", "not_text") in [(x["id"], x["reason"]) for x in lines]
+    assert [x["reason"] for x in lines if "en.json" in x["id"]] == ["no_text"]
+
+
+def test_processes_change_nothing(acquired, tmp_path):
+    import shutil
+
+    copied = tmp_path / "acquired"
+    shutil.copytree(acquired, copied)
+    shutil.copy(copied / "warc/part-00000.warc.gz", copied / "warc/part-00001.warc.gz")
+    outs = [run(tmp_path / str(n), copied, workers=n)[0] for n in (1, 2)]
+    hashes = [{p.relative_to(o): sha256_file(p) for p in list_files(o) if p.name != "manifest.json"} for o in outs]
+    assert hashes[0] == hashes[1]
+
+
+def test_truncated_and_empty_warc_files_cost_only_what_they_lost(acquired, tmp_path):
+    import shutil
+
+    copied = tmp_path / "acquired"
+    shutil.copytree(acquired, copied)
+    shard = copied / "warc/part-00000.warc.gz"
+    shard.write_bytes(shard.read_bytes()[:-600])
+    (copied / "warc/part-00001.warc.gz").write_bytes(b"")
+    out, metrics = run(tmp_path, copied)
+    reasons = {json.loads(line)["reason"] for line in (out / "rejects/part-00000.jsonl").read_text().splitlines()}
+    assert "empty_file" in reasons and reasons & {"truncated_record", "truncated_file"}
+    assert 40 < metrics["funnel"]["01_pages"] < 53
+
+
+def test_too_many_bad_records_fail_the_stage(acquired, tmp_path):
+    with pytest.raises(ValueError, match="above max_reject_share"):
+        run(tmp_path, acquired, max_reject_share=0.0)
+    assert not (tmp_path / "data/web").exists()
+
+
+def test_languages_can_be_chosen(acquired, tmp_path):
+    out, metrics = run(tmp_path, acquired, languages=["fr"])
+    assert {d["lang"] for d in read_documents(out) if d["domain"] == "web"} == {"fr"}
+    assert metrics["removed"]["language_not_wanted"] > 20
+
+
+def test_mistakes_in_parameters_are_named(acquired, tmp_path):
+    with pytest.raises(ValueError, match="no filter 'wrods'"):
+        run(tmp_path, acquired, filters={"wrods": [1, 2]})
+    with pytest.raises(ValueError, match="web.quality.drop: unknown key"):
+        run(tmp_path, acquired, quality=CONFIG["quality"] | {"drop": 1})
+
+
+def test_a_corpus_without_quality_examples_is_not_scored(acquired, tmp_path):
+    out, metrics = run(tmp_path, acquired, quality=CONFIG["quality"] | {"negatives": ["nothing"]})
+    assert metrics["quality"]["trained"] == 0 and "quality_bucket" not in metrics["removed"]
+    assert {d["quality"] for d in read_documents(out)} == {None}
+
+
+def test_user_text_lines_become_documents(acquired, tmp_path):
+    """JSON lines of an item of domain web: what `How to put in your own data` promises."""
+    from tasks.texts import BadFile, file_documents
+
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/a.jsonl").write_text(json.dumps({"text": ENGLISH, "url": "http://x/"}) + "\n{broken\n[1]\n")
+    row = {"path": "files/a.jsonl", "kind": "jsonl", "member": "a.jsonl", "url": "local:a"}
+    found = list(file_documents(tmp_path, row))
+    assert (found[0]["text"], found[0]["url"]) == (ENGLISH.strip(), "http://x/")
+    assert [(type(f), f.reason) for f in found[1:]] == [(BadFile, "bad_json_line"), (BadFile, "no_text")]
+
+
+def test_tagged_prose_is_untagged():
+    from tasks.texts import untag
+
+    tagged = "\n\n\tThe/at jury/nn said/vbd ``/`` no/at evidence/nn ''/'' ,/, and/cc left/vbd ./.\n\n\n\tIt/pps ended/vbd ./.\n"
+    assert untag(tagged) == 'The jury said "no evidence", and left.\n\nIt ended.'
+    assert untag("and/or he said, 50 km/h is fine here and there") == "and/or he said, 50 km/h is fine here and there"
