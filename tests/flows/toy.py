@@ -78,44 +78,11 @@ def run(stage):
 '''
 
 
-class Toy:
-    """A toy project in `root`. `edges` maps each stage to the stages it depends on."""
+class Project:
+    """A checkout in `root` whose commands run as processes that the test can watch and kill."""
 
-    def __init__(self, root: Path, edges: dict[str, list[str]], meta: dict[str, dict] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.edges = edges
-        shutil.copytree(REPO / "flows", root / "flows", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(REPO / "tasks", root / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
-        (root / "conf").mkdir()
-        stages = {}
-        for name, upstream in edges.items():
-            (root / "tasks" / f"{name}.py").write_text(STAGE)
-            stages[name] = {
-                "cmd": f"python -m tasks {name}",
-                "deps": [f"data/{up}" for up in upstream] or ["conf/input.txt"],
-                "params": ["seed", name],
-                "outs": [f"data/{name}"],
-                "metrics": [f"metrics/{name}.json"],
-                "meta": {"phase": "first" if not upstream else "later", **(meta or {}).get(name, {})},
-            }
-        (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
-        (root / "conf" / "input.txt").write_text("input\n")
-        (root / ".dvc").mkdir()
-        shutil.copy(REPO / ".dvc" / "config", root / ".dvc" / "config")
-        with open(root / ".dvc" / "config", "a") as file:
-            file.write("    no_scm = true\n")
-        shutil.copy(REPO / ".dvcignore", root)
-        shutil.copy(REPO / "prefect.yaml", root)
-        self.params: dict = {"profile": "tiny", "seed": 0, **{name: {} for name in edges}}
-        self.set()
-
-    def set(self, **stages: dict) -> None:
-        """Changes parameters of stages in the profile `tiny` and in params.yaml."""
-        for name, values in stages.items():
-            self.params[name] = {**self.params.get(name, {}), **values} if isinstance(values, dict) else values
-        text = yaml.safe_dump(self.params, sort_keys=False)
-        (self.root / "conf" / "tiny.yaml").write_text(text)
-        (self.root / "params.yaml").write_text(text)
 
     def env(self, **extra: str) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "ARCLINE_"))}
@@ -145,13 +112,6 @@ class Toy:
             process.wait()
             raise AssertionError(f"{args} ran over {timeout} s:\n{process.output()}") from None
         return code, process.output()  # type: ignore[attr-defined]
-
-    def result(self, name: str) -> str:
-        return (self.root / "data" / name / "result.txt").read_text()
-
-    def trace(self, name: str) -> list[str]:
-        path = self.root / "work" / "trace" / name
-        return path.read_text().splitlines() if path.exists() else []
 
     def lock(self) -> str:
         return (self.root / "dvc.lock").read_text()
@@ -190,6 +150,53 @@ class Toy:
     def stages(self) -> dict[str, str]:
         """How each stage of the last flow run ended."""
         return self.report()["stages"]
+
+
+class Toy(Project):
+    """A toy project in `root`. `edges` maps each stage to the stages it depends on."""
+
+    def __init__(self, root: Path, edges: dict[str, list[str]], meta: dict[str, dict] | None = None) -> None:
+        super().__init__(root)
+        self.edges = edges
+        shutil.copytree(REPO / "flows", root / "flows", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPO / "tasks", root / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
+        (root / "conf").mkdir()
+        stages = {}
+        for name, upstream in edges.items():
+            (root / "tasks" / f"{name}.py").write_text(STAGE)
+            stages[name] = {
+                "cmd": f"python -m tasks {name}",
+                "deps": [f"data/{up}" for up in upstream] or ["conf/input.txt"],
+                "params": ["seed", name],
+                "outs": [f"data/{name}"],
+                "metrics": [f"metrics/{name}.json"],
+                "meta": {"phase": "first" if not upstream else "later", **(meta or {}).get(name, {})},
+            }
+        (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
+        (root / "conf" / "input.txt").write_text("input\n")
+        (root / ".dvc").mkdir()
+        shutil.copy(REPO / ".dvc" / "config", root / ".dvc" / "config")
+        with open(root / ".dvc" / "config", "a") as file:
+            file.write("    no_scm = true\n")
+        shutil.copy(REPO / ".dvcignore", root)
+        shutil.copy(REPO / "prefect.yaml", root)
+        self.params: dict = {"profile": "tiny", "seed": 0, **{name: {} for name in edges}}
+        self.set()
+
+    def set(self, **stages: dict) -> None:
+        """Changes parameters of stages in the profile `tiny` and in params.yaml."""
+        for name, values in stages.items():
+            self.params[name] = {**self.params.get(name, {}), **values} if isinstance(values, dict) else values
+        text = yaml.safe_dump(self.params, sort_keys=False)
+        (self.root / "conf" / "tiny.yaml").write_text(text)
+        (self.root / "params.yaml").write_text(text)
+
+    def result(self, name: str) -> str:
+        return (self.root / "data" / name / "result.txt").read_text()
+
+    def trace(self, name: str) -> list[str]:
+        path = self.root / "work" / "trace" / name
+        return path.read_text().splitlines() if path.exists() else []
 
 
 def wait_until(check, seconds: float = 60, what: str = "") -> None:
