@@ -59,8 +59,8 @@ def heldout_loss(
         sums["all"] = sum(sums.values())
     return {
         domain: {
-            "loss": nats / count,
-            "bits_per_byte": nats / math.log(2) / size if size else float("inf"),
+            "loss": float(nats / count),
+            "bits_per_byte": float(nats / math.log(2) / size) if size else float("inf"),
             "tokens": int(count),
             "bytes": int(size),
         }
