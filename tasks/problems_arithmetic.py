@@ -1,4 +1,4 @@
-"""Arithmetic with worked columns: addition, reasoning-gym's chain_sum, and sums of quantities from a long prompt.
+"""Arithmetic with worked columns: addition, reasoning-gym's chain_sum, and sums of quantities at the end of a long prompt.
 
 python -m tasks.problems quantities 2
 """
@@ -103,31 +103,25 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Quantities:
-    """Words that say nothing, then a few named quantities, then a question about two of the names.
+    """Words that say nothing, then two quantities, and how many that makes.
 
     The prompt is longer than index_topk tokens of the tiny model, so from the first sampled token on the indexer has to
-    choose what to keep: sparse selection is in force. With `max_rows` 2 the question names all quantities there are.
+    choose what to keep: sparse selection is in force.
     """
 
     name: ClassVar[str] = "quantities"
-    min_rows: int = 2
-    max_rows: int = 3
-    filler: int = 26
+    filler: int = 30
     low: int = 10
     high: int = 99
 
     def draw(self, rng: random.Random) -> Problem:
-        names = rng.sample(NAMES, rng.randint(self.min_rows, self.max_rows))
-        values = [rng.randint(self.low, self.high) for _ in names]
-        i, j = rng.sample(range(len(names)), 2)
-        a, b = values[i], values[j]
-        table = " ".join(f"{name}={value}" for name, value in zip(names, values))
-        others = [name for name in NAMES if name not in names]
-        filler = " ".join(rng.choice(others) for _ in range(self.filler))
-        thought = f"{a}+{b};{add_columns(a, b)}"
-        turns = _turns(f"{filler}. {table}. What is {names[i]}+{names[j]}?", thought, str(a + b))
+        a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
+        first, second = rng.sample(NAMES, 2)
+        filler = " ".join(rng.choice(NAMES) for _ in range(self.filler))
+        question = f"{filler}. {a} {first} and {b} {second}. How many?"
+        turns = _turns(question, add_columns(a, b), str(a + b))
         key = f"{min(a, b)}+{max(a, b)}"
-        return Problem(self.name, key, check=exact(str(a + b)), max_new_tokens=36, **turns)
+        return Problem(self.name, key, check=exact(str(a + b)), max_new_tokens=30, **turns)
 
 
 FAMILIES = (Addition, ChainSum, Quantities)

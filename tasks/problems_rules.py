@@ -76,7 +76,7 @@ class Rules:
     """Name some things of a kind, under constraints; all of them must hold."""
 
     name: ClassVar[str] = "rules"
-    keyword_share: float = 0.5
+    keyword_share: float = 0.25
     upper_share: float = 0.0
     max_count: int = 4
 
