@@ -96,9 +96,7 @@ def dump(params: dict, name: str) -> str:
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    return HEADER.format(name=name) + yaml.dump(
-        params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120
-    )
+    return HEADER.format(name=name) + yaml.dump(params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def write_profile(name: str, root: Path = ROOT) -> bool:
