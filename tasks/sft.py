@@ -1,5 +1,8 @@
 """Supervised fine-tuning: the loss falls on what the assistant would sample, all families mixed in every batch (§3.1).
 
+`replay` adds windows of mid-training text to every step: without them a model this small forgets the language it read
+(held-out text goes from 2.6 to 4.7 bits per byte).
+
 dvc repro sft          python -m tasks sft
 """
 
@@ -11,9 +14,19 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from tasks.samplers import BatchSampler
 from tasks.sft_data import SftSet
 from tasks.stage import Stage, StageConfig
-from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Trainer, pick_device
+from tasks.tokens import TokenSet
+from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Section, Trainer, pick_device
+
+
+class Replay(Section):
+    """Mid-training text in every step, all its tokens trained."""
+
+    rows: int = Field(0, ge=0, description="windows of each step; 0 for none")
+    seq_len: int = Field(256, ge=2)
+    mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
 
 
 class Config(StageConfig):
@@ -23,6 +36,7 @@ class Config(StageConfig):
     warmup_share: float = Field(0.05, ge=0, le=1, description="of the steps, learning rate rising from 0")
     final_lr_share: float = Field(0.1, ge=0, le=1, description="of the peak, reached linearly at the last step")
     optimizer: OptimizerSettings
+    replay: Replay = Replay()
     loop: LoopSettings = LoopSettings()
     eval_problems: int = Field(64, ge=0, description="held-out problems of each family solved at the end, 0 for none")
 
@@ -73,7 +87,7 @@ def objective(model: torch.nn.Module, batch: Batch, step: int) -> tuple[torch.Te
     """Mean cross entropy (nats) over trained tokens, with the sparse attention the model is served with."""
     from kernels.cross_entropy import linear_cross_entropy
 
-    out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch["token_mask_bs"])
+    out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch.get("token_mask_bs"))
     hidden_nh, targets_n = out.hidden_bsh.flatten(0, 1), batch["targets_bs"].flatten()
     trained = targets_n != IGNORE
     loss = linear_cross_entropy(hidden_nh[trained], model.lm_head.weight, targets_n[trained])
@@ -111,6 +125,17 @@ def run(stage: Stage) -> None:
     optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))
     steps = max(1, round(config.epochs * len(train) / config.batch_samples))
     warm = max(1, round(config.warmup_share * steps))
+    replay, text = config.replay, None
+    if replay.rows:
+        tokens, total = TokenSet(stage.dep("data/pack/midtrain")), steps * replay.rows
+        text = BatchSampler(tokens, replay.seq_len, total, stage.rng_seed("replay"), replay.mixture)
+
+    def batches(step: int) -> list[Batch]:
+        found = sft_batches(train, config.batch_samples, config.micro_tokens, stage.rng_seed("order"), step)
+        if text is not None:
+            arrays = text.batch(step * replay.rows, replay.rows)
+            found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
+        return found
 
     def lr_factor(step: int) -> float:
         return min(1.0, (step + 1) / warm) * (1 - (1 - config.final_lr_share) * step / max(1, steps - 1))
@@ -120,7 +145,7 @@ def run(stage: Stage) -> None:
         model,
         optimizer,
         objective,
-        lambda step: sft_batches(train, config.batch_samples, config.micro_tokens, stage.rng_seed("order"), step),
+        batches,
         steps=steps,
         lr_factor=lr_factor,
         settings=config.loop,
