@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Node:
-    """One stage. `upstream` are the stages that make its dependencies; the rest comes from `meta:` in dvc.yaml."""
+    """One stage. `upstream` are the stages that make its dependencies, `ahead` is how many stages the longest chain has
+    that waits for it; the rest comes from `meta:` in dvc.yaml."""
 
     name: str
     upstream: tuple[str, ...]
@@ -29,6 +30,7 @@ class Node:
     tags: tuple[str, ...] = ()
     retries: int = 0
     timeout_minutes: float | None = None
+    ahead: int = 0
 
     @property
     def group(self) -> str:
@@ -133,9 +135,13 @@ def _nodes(repo) -> dict[str, Node]:
         graph = repo.index.graph  # an edge goes from a stage to what it depends on
     except DvcException as error:
         raise ValueError(f"dvc.yaml: {error}") from error
+    order = list(topological_sort(graph))
     depth: dict = {}
-    for stage in reversed(list(topological_sort(graph))):
+    for stage in reversed(order):
         depth[stage] = 1 + max((depth[s] for s in graph.successors(stage)), default=-1)
+    ahead: dict = {}
+    for stage in order:
+        ahead[stage] = 1 + max((ahead[s] for s in graph.predecessors(stage)), default=-1)
     nodes: dict[str, Node] = {}
     # By depth, and at equal depth in dvc.yaml's order: the same list on every machine.
     for stage in sorted(repo.index.stages, key=lambda s: depth[s]):
@@ -150,6 +156,7 @@ def _nodes(repo) -> dict[str, Node]:
             tags=tuple(str(tag) for tag in meta.get("tags", ())),
             retries=int(meta.get("retries", 0)),
             timeout_minutes=float(limit) if limit else None,
+            ahead=ahead[stage],
         )
     return nodes
 

@@ -25,6 +25,7 @@ from flows.graph import Node, causes, when_free
 LOG_ENV = "ARCLINE_STAGE_LOG"
 MAX_LINES = 3000  # of one stage that are passed on; the file has them all
 GRACE_S = 3.0
+HANDOVER_S = 0.8
 MARGIN_S = 30.0  # after a stage's own time limit
 
 
@@ -69,6 +70,40 @@ def workspace(root: Path = ROOT, say: Callable[[str], None] = print) -> Iterator
         yield
 
 
+class _Slots:
+    """Lets at most `count` stages run; of those that wait, the one with the longest chain behind it goes first."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[int] = []
+        self._lock = threading.Lock()
+        self._released: tuple[float, int] = (0.0, 0)
+
+    def take(self, ahead: int) -> bool:
+        """One try; call again until it succeeds, then `leave` the queue."""
+        with self._lock:
+            when, chain = self._released
+            # A stage that has just ended is about to wake its successors: a side branch lets them come first.
+            early = time.monotonic() - when < HANDOVER_S and ahead < chain - 1
+            if self._free and not early and ahead >= max(self._waiting, default=0):
+                self._free -= 1
+                return True
+            return False
+
+    def queue(self, ahead: int) -> None:
+        with self._lock:
+            self._waiting.append(ahead)
+
+    def leave(self, ahead: int) -> None:
+        with self._lock:
+            self._waiting.remove(ahead)
+
+    def release(self, ahead: int) -> None:
+        with self._lock:
+            self._free += 1
+            self._released = (time.monotonic(), ahead)
+
+
 class Runner:
     """Runs stages of one workspace, at most `slots` at a time.
 
@@ -88,7 +123,7 @@ class Runner:
         os.environ["SHELL"] = shutil.which("bash") or os.environ.get("SHELL", "/bin/sh")
         self.root = root
         self.logs = root / "work" / "logs"
-        self._slots = threading.Semaphore(slots)
+        self._slots = _Slots(slots)
         # `python` in a stage's command is the interpreter that runs this, activated environment or not.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self._env = {"PATH": path, **(env or {})}
@@ -106,17 +141,25 @@ class Runner:
         Returns "Completed" when its command ran, "Restored" when its outs came from DVC's cache, "Cached" when
         there was nothing to do. Raises StageFailed, or Stopped after `stop`.
         """
-        if not self._slots.acquire(blocking=False):
-            say("waiting for a free slot")
-            while not self._slots.acquire(timeout=0.2):
-                self._check()
+        if not self._slots.take(node.ahead):
+            self._slots.queue(node.ahead)
+            began, told = time.monotonic(), False
+            try:
+                while not self._slots.take(node.ahead):
+                    self._check()
+                    if not told and time.monotonic() - began > 2:
+                        say("waiting for a free slot")
+                        told = True
+                    time.sleep(0.1)
+            finally:
+                self._slots.leave(node.ahead)
         self._active.add(node.name)
         try:
             self._check()
             return self._reproduce(node, force, say)
         finally:
             self._active.discard(node.name)
-            self._slots.release()
+            self._slots.release(node.ahead)
 
     def _check(self) -> None:
         if self._stopping.is_set():

@@ -21,6 +21,7 @@ def test_nodes_carry_edges_and_meta_in_topological_order(toy):
     assert list(nodes) == ["raw", "left", "right", "join"]
     assert nodes["join"] == graph.Node("join", ("left", "right"), "later", ("gpu",), 2, 5.0)
     assert nodes["raw"].upstream == ()
+    assert [node.ahead for node in nodes.values()] == [2, 1, 1, 0]
 
 
 def test_targets_are_stages_phases_and_groups(toy):

@@ -91,3 +91,38 @@ def test_waits_while_another_dvc_process_works_on_the_stage(toy):
     assert other.wait() == 0
     assert "LOG waiting for another DVC process" in output and "raw Cached" in output
     assert len(toy.trace("raw")) == 3
+
+
+def test_the_longest_chain_goes_first():
+    """Three stages wait for one slot; a side branch also lets the successor of the stage that just ended come first."""
+    import threading
+
+    from flows.graph import Node
+    from flows.runner import Runner
+
+    runner = Runner(slots=1)
+    order = []
+    running = threading.Event()
+    go = threading.Event()
+
+    def stage(node, force, say):
+        order.append(node.name)
+        if node.name == "first":
+            running.set()
+            go.wait(10)
+        time.sleep(0.05)
+
+    runner._reproduce = stage
+    start = {"first": 9, "side": 0, "chain": 5}
+    threads = [threading.Thread(target=runner.run, args=(Node(n, (), ahead=a),)) for n, a in start.items()]
+    threads[0].start()
+    running.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.3)
+    late = threading.Thread(target=lambda: (time.sleep(0.3), runner.run(Node("successor", (), ahead=8))))
+    late.start()
+    go.set()
+    for thread in [*threads, late]:
+        thread.join(20)
+    assert order == ["first", "successor", "chain", "side"]
