@@ -20,21 +20,13 @@ FLOW = ("-m", "flows.lifecycle")
 
 
 class Checkout(Project):
-    """A copy of this checkout's own files on the micro profile, nothing run yet."""
+    """A copy of `source`'s files on the micro profile, nothing run yet."""
 
-    def __init__(self, root, env):
+    def __init__(self, root, source, env):
         super().__init__(root)
+        shutil.copytree(source, root, dirs_exist_ok=True)
         self.extra = {**env, "MLFLOW_TRACKING_URI": "sqlite:///none.db", "GIT_CEILING_DIRECTORIES": str(root.parent)}
         self.extra["ARCLINE_CACHE"] = os.environ.get("ARCLINE_CACHE") or str(REPO / "work" / "cache")
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, capture_output=True, check=True
-        )
-        for name in listed.stdout.decode().split("\0"):
-            if name and name != "dvc.lock" and (REPO / name).is_file():
-                (root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(REPO / name, root / name)
-        with open(root / ".dvc" / "config", "a") as file:
-            file.write("    no_scm = true\n")
         assert self.run("-m", "tasks", "profile", "micro")[0] == 0
 
     def watched_run(self, kill_after: dict[str, float], *args: str) -> tuple[int, dict[str, float], set[str]]:
@@ -74,9 +66,24 @@ def output(project):
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory, services):
+def source(tmp_path_factory):
+    """This checkout's own files as they are now: code is a dependency of stages, so all runs here use one copy."""
+    root = tmp_path_factory.mktemp("source")
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout.decode()
+    for name in listed.split("\0"):
+        if name and name != "dvc.lock" and (REPO / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, root / name)
+    with open(root / ".dvc" / "config", "a") as file:
+        file.write("    no_scm = true\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, source, services):
     """The micro line run once without a disturbance: the checkout and how long each stage took."""
-    project = Checkout(tmp_path_factory.mktemp("clean"), services)
+    project = Checkout(tmp_path_factory.mktemp("clean"), source, services)
     status, lasted, _ = project.watched_run({})
     assert status == 0, output(project)
     return project, lasted
@@ -90,8 +97,8 @@ def differences(one, two):
     return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
 
 
-def test_two_clean_runs_give_the_same_lock(clean, tmp_path, services):
-    again = Checkout(tmp_path, services)
+def test_two_clean_runs_give_the_same_lock(clean, source, tmp_path, services):
+    again = Checkout(tmp_path, source, services)
     status, _, _ = again.watched_run({})
     assert status == 0, output(again)
     assert differences(clean[0], again) == []
@@ -99,9 +106,9 @@ def test_two_clean_runs_give_the_same_lock(clean, tmp_path, services):
     shutil.rmtree(tmp_path)
 
 
-def test_every_stage_killed_at_a_random_moment_and_rerun_gives_the_same_lock(clean, tmp_path, services):
+def test_every_stage_killed_at_a_random_moment_and_rerun_gives_the_same_lock(clean, source, tmp_path, services):
     reference, lasted = clean
-    project = Checkout(tmp_path, services)
+    project = Checkout(tmp_path, source, services)
     moment = random.Random(0)
     left = dict(sorted(lasted.items()))
     plan = {name: moment.uniform(0.1, 0.9) * seconds for name, seconds in left.items()}
