@@ -8,7 +8,7 @@
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+PATH := $(abspath $(VENV))/bin:$(PATH)
 export PATH
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)

@@ -83,7 +83,9 @@ def install(venv: Path, lock: Path, say=print) -> None:
     done = subprocess.run([*pip, "install", "--quiet", "--no-input", "-r", str(lock)])
     if done.returncode:
         raise SystemExit("error: pip could not install requirements.lock; its message is above")
-    subprocess.run([*pip, "check"], check=False, stdout=subprocess.DEVNULL)
+    check = subprocess.run([*pip, "check"], capture_output=True, text=True)
+    if check.returncode:
+        say(f"note: pip check: {check.stdout.strip()}")
     stamp.write_text(wanted(lock))
 
 

@@ -10,36 +10,27 @@ not uploaded stays in the spool and goes up with the next record that finds a se
 Layout of a spool: `<id>.json` (the record), `<id>.metrics.jsonl` (append-only points), `<id>.files/` (copies of small
 artifacts), `<id>.lock` (held by the process that owns the record). The id goes to MLflow as the tag `arcline.spool_id`,
 so a record that was half uploaded when its process died is found again instead of being created twice.
-
-Speaks HTTP with the standard library: importing mlflow costs a stage about 1.6 CPU seconds, this costs 0.03.
 """
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import http.client
 import json
 import math
 import os
 import shutil
 import threading
 import time
-import urllib.parse
 import uuid
 from pathlib import Path
 from typing import Any
 
-EXPERIMENT = "arcline"
-API = "/api/2.0/mlflow"
+from tasks.tracking_client import Client, TrackingError
+
 OPEN_WAIT_S = 2.0  # the longest a stage waits for a server when it starts
 CLOSE_WAIT_S = 10.0  # the longest it waits for its last upload; the rest stays in the spool
 FLUSH_S = 10.0
 MAX_PARAMS, MAX_METRICS, MAX_VALUE = 100, 1000, 6000  # MLflow's limits per request and per value
-
-
-class TrackingError(RuntimeError):
-    """The server answered with an error, or did not answer."""
 
 
 def tracking_uri() -> str | None:
@@ -64,79 +55,6 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-class Client:
-    """The dozen lines of MLflow's REST API that a record needs. Raises TrackingError."""
-
-    def __init__(self, uri: str, timeout: float = 5.0) -> None:
-        self.url = urllib.parse.urlsplit(uri)
-        self.timeout = timeout
-        self.experiment_id: str | None = None
-
-    def request(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> dict:
-        secure = self.url.scheme == "https"
-        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        link = connect(self.url.hostname, self.url.port or (443 if secure else 80), timeout=self.timeout)
-        headers = {"Content-Type": kind}
-        if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-            headers["Authorization"] = f"Bearer {token}"
-        elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
-            pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
-            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        try:
-            link.request(method, self.url.path + path, body, headers)
-            answer = link.getresponse()
-            text = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise TrackingError(f"{method} {path}: {error}") from error
-        finally:
-            link.close()
-        if answer.status >= 400:
-            raise TrackingError(f"{method} {path}: {answer.status} {text[:300].decode(errors='replace')}")
-        try:
-            return json.loads(text or b"{}")
-        except ValueError as error:
-            raise TrackingError(f"{method} {path}: not JSON") from error
-
-    def post(self, path: str, **body: Any) -> dict:
-        return self.request("POST", API + path, json.dumps(body).encode())
-
-    def get(self, path: str, **query: str) -> dict:
-        return self.request("GET", f"{API}{path}?{urllib.parse.urlencode(query)}")
-
-    def experiment(self) -> str:
-        """Id of the experiment `arcline`, created on first use (two creators at once are fine)."""
-        if self.experiment_id is None:
-            try:
-                answer = self.get("/experiments/get-by-name", experiment_name=EXPERIMENT)
-                self.experiment_id = answer["experiment"]["experiment_id"]
-            except TrackingError as error:
-                if "404" not in str(error):
-                    raise
-                try:
-                    self.experiment_id = self.post("/experiments/create", name=EXPERIMENT)["experiment_id"]
-                except TrackingError:
-                    answer = self.get("/experiments/get-by-name", experiment_name=EXPERIMENT)
-                    self.experiment_id = answer["experiment"]["experiment_id"]
-        return self.experiment_id
-
-    def find(self, spool_id: str) -> dict | None:
-        """The run that carries this spool id, or None."""
-        query = f"tags.`arcline.spool_id` = '{spool_id}'"
-        runs = self.post("/runs/search", experiment_ids=[self.experiment()], filter=query, max_results=1).get("runs")
-        return runs[0] if runs else None
-
-    def put_artifact(self, artifact_uri: str, name: str, path: Path) -> None:
-        """Uploads one file through the server's artifact proxy."""
-        parts = urllib.parse.urlsplit(artifact_uri)
-        if parts.scheme != "mlflow-artifacts":
-            raise TrackingError(
-                f"artifacts are not proxied by the server ({parts.scheme}); start it with --serve-artifacts"
-            )
-        target = urllib.parse.quote(f"{parts.path.strip('/')}/{name}")
-        kind = {".html": "text/html", ".json": "application/json"}.get(path.suffix, "application/octet-stream")
-        self.request("PUT", f"/api/2.0/mlflow-artifacts/artifacts/{target}", path.read_bytes(), kind)
 
 
 def _write(path: Path, record: dict) -> None:
