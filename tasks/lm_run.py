@@ -89,7 +89,9 @@ def token_dep(stage: Stage) -> TokenSet:
 
 def checkpoint_dep(stage: Stage) -> Path | None:
     """The checkpoint the stage starts from; None when it starts from nothing."""
-    found = [d for d in stage.spec.deps if not d.startswith("data/pack") and d != "data/tokenizer"]
+    found = [
+        d for d in stage.spec.deps if d.startswith("data/") and not d.startswith("data/pack") and d != "data/tokenizer"
+    ]
     if len(found) > 1:
         raise ValueError(f"stage {stage.name} has several checkpoints among its deps: {', '.join(found)}")
     return stage.dep(found[0]) if found else None

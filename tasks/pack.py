@@ -46,7 +46,7 @@ def _documents(stage: Stage) -> Iterator[dict[str, Any]]:
     from tasks.documents import read_documents
 
     for dep in stage.spec.deps:
-        if dep != TOKENIZER:
+        if dep.startswith("data/") and dep != TOKENIZER:  # the rest is code
             yield from read_documents(stage.dep(dep), columns=("id", "text", "domain", "meta"))
 
 
