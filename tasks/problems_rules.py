@@ -1,4 +1,4 @@
-"""Instructions whose fulfilment rules can check: how many items, which word, which case, how it ends.
+"""Instructions whose fulfilment rules can check: how many items, which word, what between them, which case, how it ends.
 
 python -m tasks.problems rules 5
 """
@@ -19,6 +19,7 @@ BANKS = {
     "tools": "hammer saw nail drill file axe rope knife lamp pen".split(),
 }
 COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
+SEPARATORS = {",": (", ", ""), ";": ("; ", " Use semicolons."), "/": (" / ", " Use slashes.")}
 ENDS = {"": "", ".": " End with a period.", "!": " End with an exclamation mark."}
 
 
@@ -31,10 +32,12 @@ class Instruction:
     keyword: str = ""
     upper: bool = False
     end: str = ""
+    separator: str = ","
 
     @property
     def key(self) -> str:
-        return f"{self.category}/{self.count}/{self.keyword}/{'upper' if self.upper else 'lower'}/{self.end or 'none'}"
+        case = "upper" if self.upper else "lower"
+        return f"{self.category} {self.count} {self.keyword} {case} {self.end or 'none'} {self.separator}"
 
     @property
     def text(self) -> str:
@@ -43,13 +46,13 @@ class Instruction:
             text += f" Include {self.keyword}."
         if self.upper:
             text += " Use capital letters."
-        return text + ENDS[self.end]
+        return text + SEPARATORS[self.separator][1] + ENDS[self.end]
 
     def rules(self) -> dict[str, Callable[[str], bool]]:
         """Every rule as a predicate on the answer's text."""
 
         def items(text: str) -> list[str]:
-            return text.removesuffix(self.end).split(", ") if self.end else text.split(", ")
+            return text.removesuffix(self.end).split(SEPARATORS[self.separator][0])
 
         bank = {word.upper() if self.upper else word for word in BANKS[self.category]}
         keyword = self.keyword.upper() if self.upper else self.keyword
@@ -76,19 +79,20 @@ class Rules:
     """Name some things of a kind, under constraints; all of them must hold."""
 
     name: ClassVar[str] = "rules"
-    keyword_share: float = 0.25
+    keyword_share: float = 0.1
     upper_share: float = 0.0
-    max_count: int = 4
+    max_count: int = 5
 
     def draw(self, rng: random.Random) -> Problem:
         category = rng.choice(sorted(BANKS))
         count = rng.randint(2, self.max_count)
         keyword = rng.choice(BANKS[category]) if rng.random() < self.keyword_share else ""
-        instruction = Instruction(category, count, keyword, rng.random() < self.upper_share, rng.choice(sorted(ENDS)))
+        upper, end, separator = rng.random() < self.upper_share, rng.choice(sorted(ENDS)), rng.choice(sorted(SEPARATORS))
+        instruction = Instruction(category, count, keyword, upper, end, separator)
         items = rng.sample([word for word in BANKS[category] if word != keyword], count - bool(keyword))
         if keyword:
             items.insert(0, keyword)  # anywhere would do; worked answers show one habit
-        answer = ", ".join(items)
+        answer = SEPARATORS[separator][0].join(items)
         answer = (answer.upper() if instruction.upper else answer) + instruction.end
         return Problem(
             self.name,

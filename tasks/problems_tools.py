@@ -50,7 +50,7 @@ class Calculator:
     name: ClassVar[str] = "calculator"
     low: int = 10
     high: int = 99
-    two_call_share: float = 0.5
+    two_call_share: float = 0.3
 
     def draw(self, rng: random.Random) -> Problem:
         a, b, c = (rng.randint(self.low, self.high) for _ in range(3))
