@@ -16,7 +16,6 @@ import fcntl
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -207,13 +206,24 @@ class Services:
             state = self.load()
             state.setdefault("processes", {})
             for names in (("worker",), ("prefect", "mlflow")):
-                for name in names:
-                    self._signal(state, name)
-                for name in names:
-                    if self._end(state, name):
-                        say(f"{name}: stopped")
+                for name in self._end(state, *names):
+                    say(f"{name}: stopped")
+                if names == ("worker",) and self._alive(state, "prefect"):
+                    self._close_runs(state)
             self.state_path.unlink(missing_ok=True)
             (self.root / "prefect.toml").unlink(missing_ok=True)
+
+    def _close_runs(self, state: dict) -> None:
+        """Runs that the worker was at have ended with it; without this they would show as running for ever."""
+        url = state["prefect"] + "/api/flow_runs"
+        wanted = {
+            "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}},
+            "work_pools": {"name": {"any_": [POOL]}},
+        }
+        status, answer = request("POST", url + "/filter", wanted)
+        for run in json.loads(answer) if status == 200 else []:
+            crashed = {"type": "CRASHED", "message": "the services were stopped during the run"}
+            request("POST", f"{url}/{run['id']}/set_state", {"state": crashed, "force": True})
 
     def status(self) -> dict[str, dict]:
         """For each service: address, process id, whether it answers."""
@@ -235,31 +245,27 @@ class Services:
         entry = state["processes"].get(name)
         return bool(entry) and _started(entry["pid"]) == entry["started"]
 
-    def _signal(self, state: dict, name: str) -> None:
-        if self._alive(state, name):
-            with contextlib.suppress(OSError):
-                os.kill(state["processes"][name]["pid"], signal.SIGTERM)
-
-    def _end(self, state: dict, name: str) -> bool:
-        """Ends one service with everything it started: SIGTERM, then SIGKILL. Returns whether it was running."""
+    def _end(self, state: dict, *names: str) -> list[str]:
+        """Ends services with everything they started: SIGTERM, then SIGKILL. Returns which of them were running."""
         import psutil
 
-        entry = state["processes"].get(name)
-        if not entry or not self._alive(state, name):
+        leaders, below, ended = [], [], []
+        for name in names:
+            if self._alive(state, name):
+                with contextlib.suppress(psutil.Error):
+                    leader = psutil.Process(state["processes"][name]["pid"])
+                    # Listed before the signal: what outlives its parent cannot be found through it any more.
+                    below += leader.children(recursive=True)
+                    leader.terminate()
+                    leaders.append(leader)
+                    ended.append(name)
             state["processes"].pop(name, None)
-            return False
-        family = []
-        with contextlib.suppress(psutil.Error):
-            leader = psutil.Process(entry["pid"])
-            family = [leader, *leader.children(recursive=True)]
-            leader.terminate()
-        _, left = psutil.wait_procs(family, STOP_S)
+        left = psutil.wait_procs(leaders, STOP_S)[1] + psutil.wait_procs(below, 2)[1]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, 5)
-        state["processes"].pop(name, None)
-        return True
+        return ended
 
 
 def _started(pid: int) -> float | None:

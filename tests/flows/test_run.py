@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.flows.toy import Toy
+from flows.services import request
+from tests.flows.toy import Toy, wait_until
 
 
 @pytest.mark.slow
@@ -43,3 +44,22 @@ def test_results_without_any_run(tmp_path):
     status, output = toy.run("-m", "flows", "results")
     assert status == 0
     assert "no metrics yet" in output and "Prefect  not running" in output
+
+
+@pytest.mark.slow
+def test_stopping_the_services_during_a_run_ends_its_stage_and_the_run_says_so(tmp_path):
+    toy = Toy(tmp_path, {"raw": []})
+    toy.set(raw={"seconds": 300.0, "child": True})
+    try:
+        process = toy.start("-m", "flows", "run")
+        wait_until(lambda: toy.trace("raw"), 240, "the run's first stage")
+        status, output = toy.run("-m", "flows.services", "down")
+        assert status == 0, output
+        assert not toy.processes(), "stages and what they started"
+        assert process.wait(60) != 0, "whoever watched it is told"
+        assert toy.run("-m", "flows.services", "up")[0] == 0
+        url = json.loads((toy.root / "work" / "services.json").read_text())["prefect"]
+        (run,) = json.loads(request("POST", url + "/api/flow_runs/filter", {})[1])
+        assert run["state"]["type"] in ("CRASHED", "CANCELLED", "FAILED")
+    finally:
+        toy.run("-m", "flows.services", "down")

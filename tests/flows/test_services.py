@@ -34,7 +34,7 @@ def test_a_recorded_process_id_that_now_belongs_to_another_process_is_not_ours(t
     try:
         state = {"processes": {"worker": {"pid": sleeper.pid, "started": 1.0, "log": "x"}}}
         assert not services._alive(state, "worker")
-        assert services._end(state, "worker") is False
+        assert services._end(state, "worker") == []
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
