@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the loss falls on what the assistant would sample, all families mixed in every batch (§3.1).
 
-`replay` adds windows of mid-training text to every step: without them a model this small forgets the language it read
+`replay` adds windows of mid-training text: without them a model this small forgets the language it read
 (held-out text goes from 2.6 to 4.7 bits per byte).
 
 dvc repro sft          python -m tasks sft
@@ -22,9 +22,10 @@ from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Sectio
 
 
 class Replay(Section):
-    """Mid-training text in every step, all its tokens trained."""
+    """Mid-training text among the conversations, all its tokens trained."""
 
-    rows: int = Field(0, ge=0, description="windows of each step; 0 for none")
+    rows: int = Field(0, ge=0, description="windows of a step; 0 for none")
+    every: int = Field(1, ge=1, description="only at every n-th step")
     seq_len: int = Field(256, ge=2)
     mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
 
@@ -127,13 +128,13 @@ def run(stage: Stage) -> None:
     warm = max(1, round(config.warmup_share * steps))
     replay, text = config.replay, None
     if replay.rows:
-        tokens, total = TokenSet(stage.dep("data/pack/midtrain")), steps * replay.rows
+        tokens, total = TokenSet(stage.dep("data/pack/midtrain")), -(-steps // replay.every) * replay.rows
         text = BatchSampler(tokens, replay.seq_len, total, stage.rng_seed("replay"), replay.mixture)
 
     def batches(step: int) -> list[Batch]:
         found = sft_batches(train, config.batch_samples, config.micro_tokens, stage.rng_seed("order"), step)
-        if text is not None:
-            arrays = text.batch(step * replay.rows, replay.rows)
+        if text is not None and step % replay.every == 0:
+            arrays = text.batch(step // replay.every * replay.rows, replay.rows)
             found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
         return found
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from model.checkpoint import load_checkpoint
 from tasks import chat, sft, sft_data
+from tasks.heldout import heldout_loss
 from tasks.problems import build, sample
 from tasks.sft_data import SftSet, conversations
 from tasks.stage import run_stage_for_test
+from tasks.tokens import TokenSet, TokenWriter
 from tests.tasks.post_training import save_random_checkpoint
 
 YAML = "conversations:\n- - Hello\n  - Hi there\n- - Bye\n- - How are you?\n  - Fine\n  - Good\n  - Yes\n"
@@ -102,3 +105,28 @@ def test_stage_learns_and_reports(made, tmp_path):
     assert set(metrics["accuracy"]["greedy"]) == {"addition", "calculator"}
     assert (tmp_path / "data/sft/tokenizer.json").is_file()
     assert np.isfinite(metrics["heldout"]["loss/addition"])
+
+
+def test_replay_keeps_the_text_it_replays(made, tmp_path):
+    """The loss on replayed text ends far below that of a run without replay."""
+    tmp, start = made
+    rng = np.random.default_rng(0)
+    with TokenWriter(tmp_path / "pack", 512, 0, np.full(512, 2, np.int32)) as writer:
+        for i in range(24):
+            ids = np.tile(rng.integers(20, 40, 4), 12).tolist()
+            writer.add("val" if i % 6 == 0 else "train", "web", ids, 2 * len(ids))
+    deps = {"data/sft_data": tmp / "one/data/sft_data", "data/dsa_adapt": start, "data/pack/midtrain": tmp_path / "pack"}
+    losses = {}
+    for rows in (0, 2):
+        config = {
+            "batch_samples": 8,
+            "epochs": 8.0,
+            "eval_problems": 0,
+            "optimizer": {"lr_matrix": 5e-3, "weight_decay": 0.0},
+            "replay": {"rows": rows, "seq_len": 32, "every": 2},
+        }
+        out = tmp_path / str(rows)
+        run_stage_for_test(sft, config, {"threads": 1}, deps, ["data/sft"], tmp=out, plots=("plots/sft.json",))
+        loss = heldout_loss(load_checkpoint(out / "data/sft"), TokenSet(tmp_path / "pack"), 32, 4, "sparse")
+        losses[rows] = loss["web"]["loss"]
+    assert losses[2] < losses[0] - 1
