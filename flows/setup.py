@@ -80,7 +80,7 @@ def install(venv: Path, lock: Path, say=print) -> None:
     if not (venv / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", "--quiet", "--no-input", "-r", str(lock)])
+    done = subprocess.run([*pip, "install", "-qq", "--no-input", "-r", str(lock)])
     if done.returncode:
         raise SystemExit("error: pip could not install requirements.lock; its message is above")
     check = subprocess.run([*pip, "check"], capture_output=True, text=True)
