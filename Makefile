@@ -1,5 +1,5 @@
 # make run                 set up, start the services, run the whole line on the tiny profile, print the results
-# make test [ARGS=...]     set up, run the tests (ARGS='-m "not slow"' for the quick ones)
+# make test [ARGS=...]     set up, run the quick tests (ARGS='-m "not bench"' for all of them, as .ci/run does)
 # make stop                end the services that `make run` started
 # make profile NAME=node   compose conf/node.yaml into params.yaml
 # make bench | lint | lock | results | clean
@@ -12,7 +12,7 @@ PATH := $(abspath $(VENV))/bin:$(PATH)
 export PATH
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
-ARGS ?=
+ARGS ?= -m "not slow and not bench"
 
 .PHONY: run test stop setup bench profile lint lock results clean
 
@@ -30,7 +30,7 @@ stop:
 	@if [ -x $(PY) ]; then $(PY) -m flows.services down; fi
 
 bench: setup
-	@$(PY) -m pytest --color=no -m bench -s tests/bench $(ARGS)
+	@$(PY) -m pytest --color=no -m bench -s tests/bench
 
 profile: setup
 	@[ -n "$(NAME)" ] || { echo "error: which one? make profile NAME=tiny" >&2; exit 1; }
