@@ -72,12 +72,14 @@ def main(argv: list[str] | None = None) -> int:
             _pin_threads()
             stage.run_stage(args.stage)
     except (ValueError, FileNotFoundError, TimeoutError) as error:
-        if os.environ.get("ARCLINE_TRACEBACK", "1") != "0" and args.stage and not args.dry_run:
+        if os.environ.get("ARCLINE_TRACEBACK") == "1":
             import traceback
 
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
