@@ -37,7 +37,7 @@ def test_run_watch_results_then_cached_then_failure(tmp_path, services):
         status, output = toy.run("-m", "flows", "run", **services)
         assert status == 1
         assert "2 stages: 1 cached, 1 failed. Failed: next" in output
-        assert "ValueError: this stage was told to fail" in output.split("end of work/logs/next.log")[1]
+        assert "error: this stage was told to fail" in output.split("end of work/logs/next.log")[1]
     finally:
         status, output = toy.run("-m", "flows.services", "down")
     assert "worker: stopped" in output and "prefect" not in output, "servers that it found running are left running"
