@@ -4,6 +4,7 @@ python -m tasks STAGE              run one stage of dvc.yaml in this process (wh
 python -m tasks STAGE --dry-run    its resolved config, inputs, outputs, and why it is stale
 python -m tasks --list             every stage with its phase
 python -m tasks profile NAME       compose conf/NAME.yaml into params.yaml
+python -m tasks plan --profile NAME --cluster gpus=8   memory, operations and days before anything runs
 """
 
 from __future__ import annotations
@@ -46,14 +47,18 @@ def _pin_threads() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run or inspect the stages of the line.")
-    parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`")
+    parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`, or `plan`")
     parser.add_argument("name", nargs="?", help="with `profile`: the profile to compose")
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument("--dry-run", action="store_true", help="show what would run and why, run nothing")
-    args = parser.parse_args(argv)
-    from tasks import params, spec, stage
+    argv = sys.argv[1:] if argv is None else argv
+    planning = argv[:1] == ["plan"]
+    args = parser.parse_args(argv[:1] if planning else argv)
+    from tasks import params, plan, spec, stage
 
     try:
+        if planning:
+            return plan.main(argv[1:])
         if args.list:
             for one in spec.load_specs().values():
                 print(f"{one.meta.get('phase', ''):10} {one.name}")

@@ -42,7 +42,7 @@ def recall_windows(tokens: TokenSet, seq_len: int, windows: int) -> torch.Tensor
 def run(stage: Stage) -> None:
     config: Config = stage.config
     tokens = token_dep(stage)
-    model = start_model(stage, tokens)
+    model = start_model(stage, tokens, train="indexer")
     seq_len = config.heldout.seq_len or config.seq_len
     topks = sorted({model.cfg.index_topk, *config.recall_topk})
     ids = recall_windows(tokens, seq_len, config.recall_windows).to(next(model.parameters()).device)

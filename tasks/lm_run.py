@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from model.checkpoint import load_checkpoint, save_checkpoint
 from model.config import ModelConfig
 from model.muon import MuonSplit, build_optimizer
 from model.transformer import GlmMoeDsa
+from tasks.costs import refuse_too_large
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
 from tasks.objectives import LanguageModeling
 from tasks.samplers import BatchSampler, validation_windows
@@ -97,16 +99,37 @@ def checkpoint_dep(stage: Stage) -> Path | None:
     return stage.dep(found[0]) if found else None
 
 
-def start_model(stage: Stage, tokens: TokenSet) -> GlmMoeDsa:
-    """The model of the previous stage, or a new one from the `model` section, seeded by the line's seed."""
+def device_memory() -> int:
+    """Bytes of the memory that training uses: the accelerator's, else the machine's."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    return psutil.virtual_memory().total
+
+
+def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa:
+    """The model of the previous stage, or a new one from the `model` section, seeded by the line's seed.
+
+    ValueError, before anything is allocated, when it cannot be trained here (memory, context, vocabulary). `train` as in
+    `run_lm`.
+    """
     source = checkpoint_dep(stage)
     if source is not None:
-        model = load_checkpoint(source)
+        cfg = ModelConfig.from_hf(json.loads((source / "config.json").read_text(encoding="utf-8")))
     else:
         section = dict(stage.params["model"])
         section.setdefault("pad_token_id", tokens.eot_id)
         section.setdefault("eos_token_id", stop_ids(stage) or tokens.eot_id)
-        model = GlmMoeDsa(ModelConfig.from_params(section)).init_weights(stage.rng_seed("weights"))
+        cfg = ModelConfig.from_params(section)
+    if stage.config.seq_len > cfg.max_position_embeddings:
+        raise ValueError(
+            f"{stage.name.replace('-', '.')}.seq_len is {stage.config.seq_len}, above the model's max_position_embeddings "
+            f"of {cfg.max_position_embeddings}"
+        )
+    refuse_too_large(cfg, stage.config.optimizer.model_dump(), train, device_memory(), stage.name)
+    if source is not None:
+        model = load_checkpoint(source)
+    else:
+        model = GlmMoeDsa(cfg).init_weights(stage.rng_seed("weights"))
     if model.cfg.vocab_size != tokens.vocab_size:
         raise ValueError(
             f"the model's vocabulary is {model.cfg.vocab_size} (params.yaml: model.vocab_size), the tokens' is "

@@ -24,11 +24,6 @@ class Config(LmConfig):
 def run(stage: Stage) -> None:
     config: Config = stage.config
     model = start_model(stage, token_dep(stage))
-    if config.seq_len > model.cfg.max_position_embeddings:
-        raise ValueError(
-            f"midtrain.{stage.variant}.seq_len is {config.seq_len}, above the model's max_position_embeddings of "
-            f"{model.cfg.max_position_embeddings}"
-        )
     if config.rope_theta is not None:
         model.cfg = dataclasses.replace(model.cfg, rope_theta=config.rope_theta)
     objective = language_modeling(config, attention="dense")

@@ -1,0 +1,131 @@
+"""What a model costs: parameters by kind, floating-point operations per token, bytes by kind. Formulas only, no torch.
+
+A multiply-add counts as two operations. Attention is counted as a causal mask needs it: half the square. Backward costs
+twice the forward pass; recomputing activations adds one more forward pass.
+
+Check it:  python -m pytest tests/tasks/test_plan.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model.config import ModelConfig
+
+BF16, FP32 = 2, 4
+
+
+def parameters(cfg: ModelConfig) -> dict[str, int]:
+    """Trainable parameters by kind; their sum is `cfg.count_parameters()["everything"]["total"]`."""
+    h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
+    layers, mtp = cfg.num_hidden_layers, cfg.num_nextn_predict_layers
+    moe_layers = layers - cfg.first_k_dense_replace + mtp
+    attention = h * q + q * heads * cfg.qk_head_dim + h * (kv + cfg.qk_rope_head_dim)
+    attention += kv * heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) + heads * cfg.v_head_dim * h
+    d, expert = cfg.index_head_dim, 3 * h * cfg.moe_intermediate_size
+    norms = 2 * h + q + kv
+    return {
+        "embedding": cfg.vocab_size * h,
+        "head": 0 if cfg.tie_word_embeddings else cfg.vocab_size * h,
+        "attention": (layers + mtp) * attention,
+        "indexer": (layers + mtp) * (q * cfg.index_n_heads * d + h * d + 2 * d + h * cfg.index_n_heads),
+        "dense_mlp": cfg.first_k_dense_replace * 3 * h * cfg.intermediate_size,
+        "routed_experts": moe_layers * cfg.n_routed_experts * expert,
+        "shared_experts": moe_layers * cfg.n_shared_experts * expert,
+        "router": moe_layers * cfg.n_routed_experts * h,
+        "mtp_projection": mtp * 2 * h * h,
+        "norms": (layers + mtp) * norms + h + mtp * 3 * h,
+    }
+
+
+def mean_keys(length: int, limit: int | None = None) -> float:
+    """Keys that a query attends to, averaged over a sequence of `length`: min(t, limit) for t = 1 .. length."""
+    limit = length if limit is None else min(limit, length)
+    return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Operations of one forward pass, per token of the main sequence."""
+
+    attention_projections: float
+    attention_core: float
+    indexer: float
+    mlp: float
+    head: float
+    mtp: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def forward_flops(cfg: ModelConfig, length: int, *, sparse: bool, mtp_depth: int = 0) -> Forward:
+    """Operations per token at a sequence length; dense attention in MHA mode, sparse attention in MQA mode over the latent.
+
+    The indexer counts only where it selects (sparse and length > index_topk). `mtp_depth` unrolled steps each run the
+    layer and the head.
+    """
+    h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
+    rope, nope, v = cfg.qk_rope_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
+    selecting = sparse and length > cfg.index_topk
+    projections = 2.0 * (
+        h * q + q * heads * cfg.qk_head_dim + h * (kv + rope) + heads * v * h + kv * heads * (nope + v)
+    )
+    if selecting:  # the up-projections of key and value are absorbed: the same products, on the query's side
+        core = 2.0 * heads * (2 * kv + rope) * mean_keys(length, cfg.index_topk)
+        d, n = cfg.index_head_dim, cfg.index_n_heads
+        indexer = 2.0 * (q * n * d + h * d + h * n) + 2.0 * n * (d + 1) * mean_keys(length)
+    else:
+        core, indexer = 2.0 * heads * (cfg.qk_head_dim + v) * mean_keys(length), 0.0
+    expert = 6.0 * h * cfg.moe_intermediate_size
+    moe = (cfg.num_experts_per_tok + cfg.n_shared_experts) * expert + 2.0 * h * cfg.n_routed_experts
+    dense_layers = cfg.first_k_dense_replace
+    layers, moe_layers = cfg.num_hidden_layers, cfg.num_hidden_layers - dense_layers
+    head = 2.0 * cfg.vocab_size * h
+    mtp = mtp_depth * (projections + core + indexer + moe + 4.0 * h * h + head) if cfg.num_nextn_predict_layers else 0.0
+    return Forward(
+        layers * projections,
+        layers * core,
+        layers * indexer,
+        dense_layers * 6.0 * h * cfg.intermediate_size + moe_layers * moe,
+        head,
+        mtp,
+    )
+
+
+def optimizer_bytes_per_parameter(kind: str, optimizer: Mapping[str, object]) -> int:
+    """fp32 state of the stage's optimizer: Muon keeps one momentum, AdamW two moments (tasks.trainer.OptimizerSettings)."""
+    adamw = kind in ("embedding", "norms") or optimizer.get("muon") == "off"
+    adamw = adamw or (kind == "head" and optimizer.get("lm_head_optimizer", "adamw") == "adamw")
+    adamw = adamw or (kind == "indexer" and optimizer.get("indexer_optimizer", "muon") == "adamw")
+    return 2 * FP32 if adamw else FP32
+
+
+def state_bytes(cfg: ModelConfig, optimizer: Mapping[str, object], train: str = "all") -> dict[str, int]:
+    """Bytes that one process holds while training: fp32 weights, fp32 gradients and optimizer state, nothing sharded.
+
+    `train` "indexer" (DSA warm-up) gives gradients and state to the indexer alone. A lower bound: activations come on top.
+    """
+    counts = parameters(cfg)
+    trained = {"indexer": counts["indexer"]} if train == "indexer" else counts
+    return {
+        "weights": FP32 * sum(counts.values()),
+        "gradients": FP32 * sum(trained.values()),
+        "optimizer": sum(n * optimizer_bytes_per_parameter(kind, optimizer) for kind, n in trained.items()),
+    }
+
+
+def refuse_too_large(cfg: ModelConfig, optimizer: Mapping[str, object], train: str, available: int, stage: str) -> None:
+    """ValueError naming the keys when weights, gradients and optimizer state alone exceed `available` bytes."""
+    needed = state_bytes(cfg, optimizer, train)
+    if sum(needed.values()) <= available:
+        return
+    kinds = ", ".join(f"{kind} {size / 1e9:,.1f}" for kind, size in needed.items())
+    raise ValueError(
+        f"stage {stage}: training this model in one process needs at least {sum(needed.values()) / 1e9:,.1f} GB ({kinds}), the "
+        f"device has {available / 1e9:,.1f} GB. Most of it is set by model.num_hidden_layers ({cfg.num_hidden_layers}), "
+        f"model.hidden_size ({cfg.hidden_size}) and model.n_routed_experts ({cfg.n_routed_experts}); "
+        "`python -m tasks plan --profile NAME --cluster gpus=N` says what would hold it"
+    )
