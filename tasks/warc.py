@@ -12,11 +12,14 @@ import argparse
 import base64
 import gzip
 import hashlib
+import io
+import re
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote
 
 _NAMESPACE = uuid.UUID("6ba7b811-9dad-11d1-80b4-00c04fd430c8")  # RFC 4122, URLs
@@ -87,7 +90,7 @@ class WarcWriter:
 
 @dataclass(frozen=True)
 class Page:
-    """A response record: raw body bytes, the charset its HTTP header names (or ""), and our source headers."""
+    """A record's payload: raw body bytes, the charset its HTTP header names (or ""), and our source headers."""
 
     url: str
     body: bytes
@@ -95,6 +98,9 @@ class Page:
     package: str
     label: str
     content_type: str
+    status: int = 200  # of HTTP
+    date: str = ""
+    lang: str = ""  # as a WET file's record names it
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,13 @@ def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | Ba
     if path.stat().st_size == 0:
         yield BadRecord(path.name, "empty_file", "zero bytes")
         return
-    from fastwarc.warc import ArchiveIterator, WarcRecordType
-
     last = path.name
     with path.open("rb") as stream:
         truncated = _torn_gzip(path)
         try:
-            for record in ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=False):
-                last = record.record_id or last
-                yield _page(record, path.name, max_bytes)
+            for found in read_stream(stream, path.name, max_bytes):
+                last = getattr(found, "record_id", "") or last
+                yield found
         except Exception as error:  # the parser raises several kinds on corrupt input; none may stop the corpus
             yield BadRecord(
                 last, "corrupt_record", f"{path.name}: after record {last}: {type(error).__name__}: {error}"
@@ -134,8 +138,26 @@ def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | Ba
             yield BadRecord(last, "truncated_file", f"{path.name}: {truncated}")
 
 
+def read_stream(
+    stream: BinaryIO, name: str, max_bytes: int, types: Collection[str] = ("response",)
+) -> Iterator[Page | BadRecord]:
+    """Records of these types (response, resource, conversion) of an open WARC or WET stream, in order.
+
+    Bad records come out as `BadRecord`; what the stream or the parser raises on a corrupt file is the caller's to handle.
+    """
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    mask = WarcRecordType.no_type
+    for kind in types:
+        mask |= getattr(WarcRecordType, kind)
+    for record in ArchiveIterator(stream, record_types=mask, parse_http=False):
+        yield _page(record, name, max_bytes)
+
+
 def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
-    """A response record, its block read whole and measured against its declared length before any of it is used."""
+    """One record, its block read whole and measured against its declared length before any of it is used."""
+    from fastwarc.warc import WarcRecordType
+
     url = record.headers.get("WARC-Target-URI", "")
     identity = record.record_id or url or file
     if not url:
@@ -146,27 +168,58 @@ def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
     block = record.reader.read(declared)
     if len(block) < declared:
         return BadRecord(identity, "truncated_record", f"{file}: {len(block)} of {declared} bytes of {url[:200]}")
-    head, _, body = block.partition(b"\r\n\r\n")
-    fields = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
+    plain = record.record_type != WarcRecordType.response
+    head, _, body = (b"", b"", block) if plain else block.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    fields = (line.partition(":") for line in lines[1:])
     http = {name.strip().lower(): value.strip() for name, _, value in fields}
     length, encoding = http.get("content-length", ""), http.get("content-encoding", "").lower()
     if "chunked" in http.get("transfer-encoding", "").lower():
         body = _dechunk(body)
     elif length.isdigit() and len(body) < int(length):
         return BadRecord(identity, "truncated_record", f"{file}: {len(body)} of {length} bytes of {url[:200]}")
-    if encoding in ("gzip", "x-gzip", "deflate"):
+    if encoding in _ENCODINGS:
         try:
-            wbits = zlib.MAX_WBITS | 32 if "gzip" in encoding or body[:1] == b"\x78" else -zlib.MAX_WBITS
-            body = zlib.decompressobj(wbits).decompress(body, max_bytes + 1)
-        except zlib.error as error:
+            body = _decode(body, encoding, max_bytes)
+        except (zlib.error, EOFError, OSError, RuntimeError) as error:
             return BadRecord(identity, "bad_content_encoding", f"{file}: {encoding}: {error}")
     if len(body) > max_bytes:
         return BadRecord(identity, "too_large", f"{file}: decompresses beyond {max_bytes} bytes")
-    kind = http.get("content-type", "")
+    kind = http.get("content-type", "") if not plain else record.headers.get("Content-Type", "") or ""
     charset = kind.lower().partition("charset=")[2].partition(";")[0].strip(" \"'")
-    package = record.headers.get("WARC-Source-Package", "") or ""
-    label = record.headers.get("WARC-Source-Label", "") or ""
-    return Page(url, body, charset, package, label, kind.partition(";")[0].strip().lower())
+    status = re.match(r"HTTP/\S+ +(\d{3})\b", lines[0])
+    return Page(
+        url,
+        body,
+        charset,
+        record.headers.get("WARC-Source-Package", "") or "",
+        record.headers.get("WARC-Source-Label", "") or "",
+        kind.partition(";")[0].strip().lower(),
+        int(status[1]) if status else 200,
+        record.headers.get("WARC-Date", "") or "",
+        record.headers.get("WARC-Identified-Content-Language", "") or "",
+    )
+
+
+_ENCODINGS = ("gzip", "x-gzip", "deflate", "br", "zstd")
+
+
+def _decode(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """At most one byte over `max_bytes` of a body without its content encoding; an error when it ends too early."""
+    if encoding in ("br", "zstd"):
+        from fastwarc.stream_io import BrotliReader, ZstdReader
+
+        reader = (BrotliReader if encoding == "br" else ZstdReader)(io.BytesIO(body))
+        out = bytearray()
+        while len(out) <= max_bytes and (data := reader.read(min(1 << 20, max_bytes + 1 - len(out)))):
+            out += data
+        return bytes(out)
+    wbits = zlib.MAX_WBITS | 32 if "gzip" in encoding or body[:1] == b"\x78" else -zlib.MAX_WBITS
+    engine = zlib.decompressobj(wbits)
+    out = engine.decompress(body, max_bytes + 1)
+    if len(out) <= max_bytes and not engine.eof:
+        raise EOFError(f"ends after {len(out)} bytes, before its end mark")
+    return out
 
 
 def _dechunk(body: bytes) -> bytes:
