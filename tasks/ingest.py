@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from tasks.files import atomic_write
+from tasks.mapshuffle import EngineConfig, open_engine
 from tasks.readers import Limits, Rejected
 from tasks.records import RecordWriter
 from tasks.sources import Unit, parse_sources, plan_units, prepare, read_unit
-from tasks.stage import Stage, StageConfig
+from tasks.stage import Stage
 
 
-class Config(StageConfig):
+class Config(EngineConfig):
     """Parameters of the stage."""
 
-    workers: int = Field(2, ge=1, description="processes over files; the result does not depend on it")
     max_record_mb: float = Field(32.0, gt=0, le=1024, description="a larger page, file or text is rejected")
     max_expansion: float = Field(
         200.0, gt=1, description="decompressed bytes per compressed one of a file, beyond 64 MB"
@@ -48,27 +46,24 @@ def read_into(task: tuple[Unit, str, Limits, int]) -> dict[str, Any]:
     folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / "journal.json"
-    state = {"found": 0, "shards": 0, "reject_bytes": 0, "records": 0, "bytes": 0, "kinds": {}, "done": False}
+    state = {"found": 0, "shards": 0, "reject_bytes": 0, "records": 0, "bytes": 0, "kinds": {}}
     if journal.is_file():
         state = json.loads(journal.read_text())
-    if state["done"]:
-        return state
     for shard in folder.glob("part-*.parquet"):
         if int(shard.stem[5:]) >= state["shards"]:
             shard.unlink()
     kinds = Counter(state["kinds"])
     with open(folder / "rejects.jsonl", "ab") as rejects:
         rejects.truncate(state["reject_bytes"])
+        rejects.seek(0, os.SEEK_END)
         writer = RecordWriter(folder, shard_bytes, first=state["shards"])
 
-        def save(done: bool) -> None:
+        def save() -> None:
             if state["shards"] < writer.shards:
                 _sync(folder / f"part-{writer.shards - 1:05d}.parquet")
             rejects.flush()
             os.fsync(rejects.fileno())
-            state.update(
-                shards=writer.shards, reject_bytes=rejects.tell(), kinds=dict(sorted(kinds.items())), done=done
-            )
+            state.update(shards=writer.shards, reject_bytes=rejects.tell(), kinds=dict(sorted(kinds.items())))
             atomic_write(journal, json.dumps(state))
 
         for found in itertools.islice(read_unit(unit, limits), state["found"], None):
@@ -80,9 +75,9 @@ def read_into(task: tuple[Unit, str, Limits, int]) -> dict[str, Any]:
             state["records"] += 1
             state["bytes"] += len(found.content)
             if writer.add(found):
-                save(False)
+                save()
         writer.close_shard()
-        save(True)
+        save()
     return state
 
 
@@ -94,19 +89,6 @@ def _sync(path: Path) -> None:
 def _reject_line(source: str, found: Rejected) -> bytes:
     line = {"id": f"{source}:{found.file}:{found.record}", "reason": found.reason, "detail": found.detail[:2000]}
     return json.dumps(line | {"expected": found.expected}, ensure_ascii=True).encode() + b"\n"
-
-
-def _run_units(tasks: list, workers: int) -> Iterator[dict[str, Any]]:
-    """Journals in the order of the tasks."""
-    if min(workers, len(tasks)) < 2:
-        yield from map(read_into, tasks)
-        return
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            yield from pool.map(read_into, tasks)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def run(stage: Stage) -> None:
@@ -127,28 +109,10 @@ def run(stage: Stage) -> None:
     if units:
         size = sum(max(0, f.size) for u in units for f in u.files)
         stage.print(f"{len(sources)} sources, {sum(len(u.files) for u in units)} files, {size / 1e6:.1f} MB")
-    tasks = [(unit, str(scratch / unit.identity), limits, shard_bytes) for unit in units]
-    journals = _run_units(tasks, config.workers)
-    (out / "records").mkdir()
-    (out / "skipped").mkdir()
-    shards = 0
-    with open(out / "skipped" / "part-00000.jsonl", "w", encoding="utf-8") as skips:
-        for (unit, folder, *_), state in zip(tasks, stage.progress(journals, len(tasks), "units")):
-            for number in range(state["shards"]):
-                _link(Path(folder) / f"part-{number:05d}.parquet", out / "records" / f"part-{shards:05d}.parquet")
-                shards += 1
-            numbers[unit.source.name].update({k: state[k] for k in ("records", "bytes")})
-            kinds.update(state["kinds"])
-            stage.seen(state["records"])
-            for line in (Path(folder) / "rejects.jsonl").read_text().splitlines():
-                found = json.loads(line)
-                if found.pop("expected"):
-                    skips.write(json.dumps(found, ensure_ascii=True) + "\n")
-                    skipped[found["reason"]] += 1
-                else:
-                    stage.seen()
-                    stage.reject(found["id"], found["reason"], found["detail"])
-                    numbers[unit.source.name]["rejected"] += 1
+    tasks = {u.identity: (u, str(scratch / u.identity), limits, shard_bytes) for u in units}
+    with open_engine(config) as engine:
+        journals = engine.map(read_into, tasks, scratch / "units")
+        shards = _collect(stage, units, stage.progress(journals, len(units), "units"), numbers, kinds, skipped)
     RecordWriter(out / "records", first=shards).close()  # an empty shard when there is no record at all
     total = sum(n["records"] for n in numbers.values())
     stage.metric(
@@ -159,6 +123,39 @@ def run(stage: Stage) -> None:
     )
     stage.rows(records=total, skipped=skipped.total())
     stage.print(f"{total} records {dict(sorted(kinds.items()))}, {skipped.total()} files skipped")
+
+
+def _collect(
+    stage: Stage,
+    units: list[Unit],
+    journals: Iterable[dict[str, Any]],
+    numbers: dict[str, Counter],
+    kinds: Counter,
+    skipped: Counter,
+) -> int:
+    """Put the units together in order; the number of shards."""
+    out, shards = stage.out("data/ingest"), 0
+    (out / "records").mkdir()
+    (out / "skipped").mkdir()
+    with open(out / "skipped" / "part-00000.jsonl", "w", encoding="utf-8") as skips:
+        for unit, state in zip(units, journals):
+            folder = stage.scratch / unit.identity
+            for number in range(state["shards"]):
+                _link(folder / f"part-{number:05d}.parquet", out / "records" / f"part-{shards:05d}.parquet")
+                shards += 1
+            numbers[unit.source.name].update({k: state[k] for k in ("records", "bytes")})
+            kinds.update(state["kinds"])
+            stage.seen(state["records"])
+            for line in (folder / "rejects.jsonl").read_text().splitlines():
+                found = json.loads(line)
+                if found.pop("expected"):
+                    skips.write(json.dumps(found, ensure_ascii=True) + "\n")
+                    skipped[found["reason"]] += 1
+                else:
+                    stage.seen()
+                    stage.reject(found["id"], found["reason"], found["detail"])
+                    numbers[unit.source.name]["rejected"] += 1
+    return shards
 
 
 def _link(old: Path, new: Path) -> None:

@@ -42,7 +42,10 @@ def read_warc_file(file: InputFile, source: Any, limits: Limits) -> Iterator[Rec
             except Expansion as error:
                 yield Rejected(name, f"after record {number}", "expands_too_far", str(error))
                 return
-            except DATA_ERRORS as error:
+            except BaseException as error:
+                # PanicException: what the parser, a Rust library, makes of some errors; no subclass of Exception
+                if not isinstance(error, DATA_ERRORS) and type(error).__name__ != "PanicException":
+                    raise
                 detail = f"after record {number}: {type(error).__name__}: {error}"
                 reason = (
                     "truncated_file" if isinstance(error, EOFError) or "incomplete" in str(error) else "corrupt_record"
