@@ -62,6 +62,7 @@ def row_record(
 def read_jsonl(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | Rejected]:
     """One object per line (plain, gzip or zstd). The `columns` are its keys; a dotted name reaches into objects."""
     good = number = missing = 0
+    damaged = False
     keys: list[str] = []
     try:
         with open_plain(file, limits) as stream:
@@ -80,11 +81,13 @@ def read_jsonl(file: InputFile, source: Any, limits: Limits) -> Iterator[Record 
                     missing, keys = missing + 1, keys or [found.detail]
                 yield found
     except Expansion as error:
+        damaged = True
         yield Rejected(file.name, f"after line {number}", "expands_too_far", str(error))
     except DATA_ERRORS as error:
+        damaged = True
         reason = "truncated_file" if isinstance(error, EOFError) or "incomplete" in str(error) else "corrupt_file"
         yield Rejected(file.name, f"after line {number}", reason, f"{type(error).__name__}: {error}")
-    if not number:
+    if not number and not damaged:
         yield Rejected(file.name, "", "empty_file", "no line in it")
     if missing and not good and missing >= 0.5 * number:
         raise ValueError(f"source {source.name!r}: columns.text: {file.name}: {keys[0]}")

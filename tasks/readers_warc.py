@@ -30,14 +30,14 @@ def page_kind(page: Page) -> str:
 
 def read_warc_file(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | Rejected]:
     """Response, resource and conversion records in order. A damaged gzip member costs its record alone."""
-    number, name = 0, file.name
+    number, name, again, torn = 0, file.name, True, False
     with open_plain(file, limits) as stream:
-        again = True
         while again:
-            before, again = number, False
+            again = False
             try:
                 for found in read_stream(stream, name, limits.record_bytes, TYPES):
                     number += 1
+                    torn = False
                     yield _record(file, source, limits, number, found)
             except Expansion as error:
                 yield Rejected(name, f"after record {number}", "expands_too_far", str(error))
@@ -46,19 +46,16 @@ def read_warc_file(file: InputFile, source: Any, limits: Limits) -> Iterator[Rec
                 # PanicException: what the parser, a Rust library, makes of some errors; no subclass of Exception
                 if not isinstance(error, DATA_ERRORS) and type(error).__name__ != "PanicException":
                     raise
+                cut = isinstance(error, EOFError) or "incomplete" in str(error)
                 detail = f"after record {number}: {type(error).__name__}: {error}"
-                reason = (
-                    "truncated_file" if isinstance(error, EOFError) or "incomplete" in str(error) else "corrupt_record"
-                )
                 again = stream.resync()
-                if number or not again or number != before:
-                    yield Rejected(
-                        name, f"after record {number}", reason, detail + ("" if again else "; nothing after it")
-                    )
-        if not number:
-            yield Rejected(
-                name, "", "mis_declared", "no response, resource or conversion record: not a WARC or WET file"
-            )
+                if not torn:  # one reject per damaged place, however many members look like one in it
+                    reason = "truncated_file" if cut and not again else "corrupt_record"
+                    yield Rejected(name, f"after record {number}", reason, detail)
+                torn = True
+    if not number and not torn:
+        detail = "no response, resource or conversion record: not a WARC or WET file"
+        yield Rejected(name, "", "mis_declared", detail)
 
 
 def _record(file: InputFile, source: Any, limits: Limits, number: int, found: Page | BadRecord) -> Record | Rejected:
