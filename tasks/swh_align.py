@@ -103,9 +103,17 @@ def stated_length(meta: dict) -> int | None:
     return None
 
 
+def flat(record: Record) -> Record:
+    """`record` with the columns of its metadata row (`meta["swh"]` of the ingest stage) beside the other meta keys."""
+    row = record.meta.get("swh")
+    if not isinstance(row, dict):
+        return record
+    return replace(record, meta={k: v for k, v in record.meta.items() if k != "swh"} | row)
+
+
 def is_export(record: Record) -> bool:
-    """Whether a record carries what an archive export states about contents: a hash of its own content's kind."""
-    return bool(stated_hashes(record.meta)) or stated_length(record.meta) is not None
+    """Whether a record comes with what an archive export states about contents: a metadata row, a hash or a length."""
+    return "swh" in record.meta or bool(stated_hashes(record.meta)) or stated_length(record.meta) is not None
 
 
 def repository(record: Record) -> str:
@@ -173,7 +181,7 @@ class Aligner:
         block: list[Record] = []
         size = 0
         for record in records:
-            block.append(record)
+            block.append(flat(record))
             size += len(record.content)
             if len(block) >= self.block_rows or size >= self.block_bytes:
                 yield from self._block(block)

@@ -86,6 +86,15 @@ def test_a_record_without_an_exports_columns_is_none():
     )
 
 
+def test_the_ingest_stages_nested_metadata_row_is_read():
+    good = row("value = 1\n" * 9, "value.py")
+    nested = replace(good, meta={"key": good.meta["blob_id"], "swh": good.meta})
+    wrong = replace(row("total = 1\n" * 9, "total.py"), meta={"key": "x", "swh": good.meta | {"repo": "q"}})
+    rejected = []
+    out = list(Aligner(lambda record, reason, detail: rejected.append(reason)).run([nested, wrong]))
+    assert is_export(nested) and [r.meta["repo"] for r in out] == ["r"] and rejected == ["hash_mismatch"]
+
+
 def test_every_reject_says_what_was_found_and_expected():
     rejected = []
     good, cut = row("value = 1\n" * 9, "value.py"), row("total = 2\n" * 9, "total.py")
