@@ -1,14 +1,17 @@
-"""Remove documents that hold evaluation items (word 13-gram overlap, as GPT-3 and later reports do).
+"""Remove documents that hold evaluation items: the gate that every training stage's data passes.
 
     python -m tasks decontaminate
 
 Every text that the line evaluates on, or that a user names, is a list of items. A document is removed when it shares a run
-of 13 words with an item, or holds the whole of an item that has fewer words. Punctuation and case do not count. Items below
-`min_words` words are too common to search for and are counted as `too_short`. The evaluation items are the held-out
-problems of tasks/problems.py and the files of `items` (text, JSON or JSON lines, directories of them; list such a path also
-under the stage's deps in dvc.yaml); `data/acquire` there stands for what conf/corpus.yaml marks as evaluation material.
+of 13 words with an item, holds the whole of an item that has fewer words (exact), or holds a passage of one with a few words
+changed (fuzzy; tasks/overlap.py says how). Punctuation, case, and the script of digits do not count. Items below `min_words`
+words are too common to search for and are counted as `too_short`. The items are the held-out problems of tasks/problems.py,
+the needle questions of tasks/needle.py, and the files of `items` (text, JSON or JSON lines, directories of them; list such a
+path also under the stage's deps in dvc.yaml); `data/acquire` there stands for what conf/corpus.yaml marks as evaluation
+material. `optional_items` are read where they exist and are no dependency: benchmarks that a machine happens to hold.
 
-metrics/decontaminate.json counts items searched and found; data/decontaminate/hits.parquet names document and item.
+metrics/decontaminate.json counts items searched and found and names those found; data/decontaminate/hits.parquet names
+document and item of every hit. Runs shard by shard on an engine (tasks/mapshuffle.py).
 """
 
 from __future__ import annotations
@@ -18,83 +21,44 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import Field
 
-from tasks import documents, minhash
-from tasks.stage import Stage, StageConfig
+from tasks import documents, mapshuffle
+from tasks.files import content_hash
+from tasks.overlap import ItemIndex
+from tasks.stage import Stage
 from tasks.texts import read_index
 
 ACQUIRED = "data/acquire"
-_SIEVE = 1 << 20  # slots of the table that rules out most runs by the low bits of their hash
-HITS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("item", pa.string()), ("matched", pa.string())])
+ABOUT = ("license", "licence", "copying", "readme")  # files of a benchmark's folder that are no items
+BENCHMARK_SUFFIXES = ("json", "jsonl", "txt")
+HITS_SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("id", "source", "domain", "item", "kind", "matched")] + [("score", pa.float64())]
+)
 
 
-class Config(StageConfig):
-    ngram: int = Field(13, ge=2, description="words in a run that counts as overlap; shorter items must match whole")
-    min_words: int = Field(5, ge=1, description="held-out problems with fewer words are not searched for")
+class Config(mapshuffle.EngineConfig):
+    ngram: int = Field(13, ge=2, le=64, description="words in a run that counts as overlap; shorter items match whole")
+    min_words: int = Field(5, ge=1, description="items made by the line with fewer words are not searched for")
     min_words_items: int = Field(
         8, ge=1, description="the same for `items`, whose files hold short labels besides questions"
     )
+    fuzzy_threshold: float | None = Field(
+        0.8, gt=0, le=1, description="part of a passage's words, in order, that counts as overlap; null: exact only"
+    )
+    fuzzy_min_words: int = Field(12, ge=4, description="items with fewer words are found exactly only")
     heldout_problems: bool = Field(True, description="search for the held-out problems of tasks/problems.py")
+    needles: bool = Field(True, description="search for the questions of tasks/needle.py")
     items: tuple[str, ...] = Field((), description="further evaluation items: files or directories, declared as deps")
-
-
-class ItemIndex:
-    """Evaluation items by the hashes of their word runs."""
-
-    def __init__(self, ngram: int, min_words: int):
-        self.ngram, self.min_words = ngram, min_words
-        self.names: list[str] = []
-        self.too_short = 0
-        self.hasher = minhash.WordHasher()
-        self._hashes: dict[int, list[np.ndarray]] = {}
-        self._owners: dict[int, list[np.ndarray]] = {}
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
-
-    def add(self, name: str, text: str, min_words: int | None = None) -> None:
-        """Add one item; counted as too short when it has fewer than `min_words` words (default: the index's)."""
-        tokens = self.hasher.array(minhash.words(text))
-        if len(tokens) < (self.min_words if min_words is None else min_words):
-            self.too_short += 1
-            return
-        size = min(self.ngram, len(tokens))
-        grams = np.unique(next(minhash.run_sums(tokens, (size,)))[1])
-        self._hashes.setdefault(size, []).append(grams)
-        self._owners.setdefault(size, []).append(np.full(len(grams), len(self.names), dtype=np.int64))
-        self.names.append(name)
-        self._tables = None
-
-    def _build(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        if self._tables is None:
-            self._tables = {}
-            for size in sorted(self._hashes):
-                hashes, owners = np.concatenate(self._hashes[size]), np.concatenate(self._owners[size])
-                order = np.lexsort((owners, hashes))
-                present = np.zeros(_SIEVE, dtype=bool)
-                present[(hashes & np.uint64(_SIEVE - 1)).view(np.int64)] = True
-                self._tables[size] = hashes[order], owners[order], present
-        return self._tables
-
-    def search(self, text: str) -> list[tuple[str, str]]:
-        """Items found in `text`: (item name, the words of the first matching run), by item in order of addition."""
-        tokens = minhash.words(text)
-        hashes = self.hasher.array(tokens)
-        found: dict[int, str] = {}
-        tables = self._build()
-        for size, grams in minhash.run_sums(hashes, tables) if tables else ():
-            table, owners, present = tables[size]
-            likely = np.flatnonzero(present[(grams & np.uint64(_SIEVE - 1)).view(np.int64)])
-            at = np.searchsorted(table, grams[likely])
-            at[at == len(table)] = 0
-            for position, index in zip(likely.tolist(), at.tolist()):
-                while index < len(table) and table[index] == grams[position]:
-                    found.setdefault(int(owners[index]), " ".join(tokens[position : position + size]))
-                    index += 1
-        return [(self.names[i], found[i]) for i in sorted(found)]
+    optional_items: tuple[str, ...] = Field(
+        (), description="directories of JSON, JSON lines and text read where they exist, below or beside the checkout"
+    )
 
 
 def acquired_items(acquired: Path) -> Iterator[tuple[str, str]]:
@@ -116,14 +80,18 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def read_items(path: Path, label: str) -> Iterator[tuple[str, str]]:
+def read_items(path: Path, label: str, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """(name, text) of each item below `path`; names are `label`, the file below it, and the record's number.
 
     JSON lines: one item per string of each line. JSON: per string of each top-level entry. Anything else: the whole file.
-    A file named `.gz` is decompressed first.
+    A file named `.gz` is decompressed first. Licences and readme files of a directory are no items; with `suffixes` other
+    files are passed over too.
     ValueError names the file and line that does not parse or decode.
     """
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    files = [path]
+    if not path.is_file():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.lower().startswith(ABOUT))
+        files = [p for p in files if not suffixes or p.name.removesuffix(".gz").rpartition(".")[2] in suffixes]
     if not files:
         raise ValueError(f"decontaminate.items: {label} has no files")
     for file in files:
@@ -179,55 +147,118 @@ def heldout_items() -> Iterator[tuple[str, str]]:
         yield (f"problems:{number}", entry) if isinstance(entry, str) else (f"problems:{entry[0]}", entry[1])
 
 
+def needle_items() -> Iterator[tuple[str, str]]:
+    """(name, text) of the questions that the needle evaluation asks."""
+    from tasks import needle
+
+    for name in needle.NAMES:
+        yield f"needle:{name}", needle.QUESTION.format(name=name)
+
+
 def build_index(config: Config, extra: Iterable[tuple[str, str]]) -> ItemIndex:
     """Index of every evaluation item named by the configuration, plus `extra`."""
-    index = ItemIndex(config.ngram, config.min_words)
-    if config.heldout_problems:
-        for name, text in heldout_items():
-            index.add(name, text)
+    index = ItemIndex(config.ngram, config.min_words, config.fuzzy_threshold, config.fuzzy_min_words)
+    for name, text in (
+        *(heldout_items() if config.heldout_problems else ()),
+        *(needle_items() if config.needles else ()),
+    ):
+        index.add(name, text)
     for name, text in extra:
         index.add(name, text, config.min_words_items)
     return index
 
 
-def run(stage: Stage) -> None:
-    config: Config = stage.config
-    extra = [
-        item
-        for path in config.items
-        for item in (acquired_items(stage.dep(path)) if path == ACQUIRED else read_items(stage.dep(path), path))
-    ]
-    index = build_index(config, extra)
-    out = stage.out("data/decontaminate")
+@lru_cache(maxsize=1)
+def _load(folder: str) -> ItemIndex:
+    return ItemIndex.load(Path(folder))
+
+
+def search_shard(argument: dict[str, Any]) -> dict[str, Any]:
+    """Worker: search one shard of documents, write what stays, what goes and the hits below `out`; counts."""
+    index, out = _load(argument["index"]), Path(argument["out"])
     hits: list[dict] = []
-    item_hits: Counter[str] = Counter()
     domains: Counter[str] = Counter()
 
     def kept() -> Iterator[dict]:
-        source = stage.dep("data/dedup")
-        rows = documents.read_documents(source)
-        for row in stage.progress(rows, documents.count_documents(source), "documents"):
-            stage.seen()
+        for row in documents.read_shard(Path(argument["path"])):
             found = index.search(row["text"])
-            if found:
-                hits.extend({"id": row["id"], "source": row["source"], "item": n, "matched": m} for n, m in found)
-                item_hits.update(name for name, _ in found)
-                domains[row["domain"]] += 1
-                excluded.add(row, "evaluation_overlap", float(len(found)))
-            else:
+            if not found:
                 yield row
+                continue
+            about = {key: row[key] for key in ("id", "source", "domain")}
+            hits.extend(about | vars(hit) for hit in found)
+            domains[row["domain"]] += 1
+            exact = any(hit.kind == "exact" for hit in found)
+            excluded.add(row, "evaluation_overlap" if exact else "evaluation_paraphrase", float(len(found)))
 
-    with documents.Exclusions(out) as excluded:
-        written = documents.write_documents(out, kept())
+    with documents.Exclusions(out, rows_per_shard=1 << 30) as excluded:
+        written = documents.write_documents(out, kept(), rows_per_shard=1 << 30, scores=argument["scores"])
     documents.write_table(out / "hits.parquet", pa.Table.from_pylist(hits, schema=HITS_SCHEMA))
-    stage.rows(documents=written["documents"], excluded=sum(excluded.counts.values()), hits=len(hits))
+    return written | {"overlap": dict(domains), "removed": dict(excluded.counts)}
+
+
+def read_all_items(stage: Stage, config: Config) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """(items of `items` and `optional_items`, content hash of each optional path that is there)."""
+    items: list[tuple[str, str]] = []
+    for path in config.items:
+        found = stage.dep(path)
+        items += acquired_items(found) if path == ACQUIRED else read_items(found, path)
+    hashes = {}
+    for path in config.optional_items:
+        folder = stage.root / path
+        if folder.is_dir():
+            hashes[path] = content_hash(folder)
+            items += read_items(folder, Path(path).name, BENCHMARK_SUFFIXES)
+    return items, hashes
+
+
+def run(stage: Stage) -> None:
+    config: Config = stage.config
+    extra, optional = read_all_items(stage, config)
+    index = build_index(config, extra)
+    index.save(stage.scratch / "index")
+    out = stage.out("data/decontaminate")
+    shards = documents.document_shards(stage.dep("data/dedup"))
+    scores = sorted({name for path in shards for name in pq.read_schema(path).names} - set(documents.COLUMNS))
+    made = {f"{number:05d}": stage.scratch / "out" / f"{number:05d}" for number in range(len(shards))}
+    tasks = {
+        name: {"path": str(path), "index": str(stage.scratch / "index"), "out": str(made[name]), "scores": scores}
+        for name, path in zip(made, shards)
+    }
+    total: dict[str, Counter] = {key: Counter() for key in ("counts", "domains", "overlap", "removed")}
+    with mapshuffle.open_engine(config) as engine:
+        results = engine.map(search_shard, tasks, stage.scratch / "done")
+        for result in stage.progress(results, len(tasks), "shards"):
+            total["counts"].update(documents=result["documents"], bytes=result["bytes"])
+            for key in ("domains", "overlap", "removed"):
+                total[key].update(result[key])
+    for number, folder in enumerate(made.values()):
+        for kind in ("documents", "exclusions"):
+            mapshuffle.link_file(folder / kind / "part-00000.parquet", out / kind / f"part-{number:05d}.parquet")
+    hits = pa.concat_tables([pq.read_table(folder / "hits.parquet") for folder in made.values()])
+    documents.write_table(out / "hits.parquet", hits)
+    removed = total["removed"]
+    stage.seen(total["counts"]["documents"] + sum(removed.values()))
+    stage.rows(documents=total["counts"]["documents"], excluded=sum(removed.values()), hits=len(hits))
+    item_hits: dict[str, list[str]] = {}
+    for item, identity in zip(hits["item"].to_pylist(), hits["id"].to_pylist()):
+        item_hits.setdefault(item, []).append(identity)
+    searched = Counter(label(name) for name in index.names)
+    found = Counter(label(name) for name in item_hits)
     stage.metric(
-        documents_out=written["documents"],
-        bytes_out=written["bytes"],
-        domains=written["domains"],
-        removed=dict(sorted(excluded.counts.items())),
-        overlap_by_domain=dict(sorted(domains.items())),
+        documents_out=total["counts"]["documents"],
+        bytes_out=total["counts"]["bytes"],
+        domains=dict(sorted(total["domains"].items())),
+        removed=dict(sorted(removed.items())),
+        overlap_by_domain=dict(sorted(total["overlap"].items())),
         items={"searched": len(index.names), "too_short": index.too_short, "found": len(item_hits)},
-        items_found=dict(sorted(item_hits.items())[:100]),
+        sets={name: {"searched": n, "found": found[name]} for name, n in sorted(searched.items())},
+        items_found={item: {"documents": len(ids), "first": ids[0]} for item, ids in sorted(item_hits.items())[:100]},
+        optional_items=optional,
     )
-    stage.print(f"{len(index.names)} items searched, {len(item_hits)} found; {dict(excluded.counts)} removed")
+    stage.print(f"{len(index.names)} items searched, {len(item_hits)} found; {dict(removed)} removed")
+
+
+def label(item: str) -> str:
+    """The set that an item is of: `problems` of problems:3, `gsm8k` or `gold/gsm8k` of a file in a folder."""
+    return "/".join(item.split("/")[:2]) if "/" in item else item.partition(":")[0]

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from pydantic import Field
 
-from tasks import documents, minhash, mrcr
+from tasks import documents, mrcr, shingles
 from tasks.stage import Stage, StageConfig
 from tasks.tokens import split_of
 
@@ -54,14 +54,13 @@ class HashedTfidf:
 
     def __init__(self, texts: Sequence[str], dimensions: int, max_chars: int = 4000):
         self.dimensions, self.max_chars = dimensions, max_chars
-        self._hasher = minhash.WordHasher()
         seen = [self._count(t)[0] for t in texts]
         self._words, frequency = np.unique(np.concatenate(seen), return_counts=True)
         self._idf = np.log((1 + len(texts)) / frequency)
         self._idf_unseen = float(np.log(1 + len(texts)))
 
     def _count(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        return np.unique(self._hasher.array(minhash.words(text[: self.max_chars])), return_counts=True)
+        return np.unique(shingles.word_hashes(text[: self.max_chars]), return_counts=True)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Unit vectors, float32 [len(texts), dimensions] (zero for a text without words)."""
