@@ -75,7 +75,7 @@ class _Counted:
 class PlainStream:
     """A file's decompressed bytes; short reads, an error where the file is damaged, `Expansion` beyond the bound.
 
-    `resync` goes on behind a damaged gzip member, at the next one: WARC files have a member per record.
+    `resync` goes on behind a damaged or bomb-like gzip member, at the next one: WARC files have a member per record.
     """
 
     def __init__(self, stream: BinaryIO, expansion: float):
@@ -155,10 +155,11 @@ class PlainStream:
                 return data
 
     def resync(self) -> bool:
-        """Whether there is another gzip member behind the damaged one; reading then goes on there."""
-        if self._engine is None or self._out > _SLACK + self._expansion * self._in.count:
+        """Whether there is another gzip member behind the damaged one, or bomb; reading then goes on there."""
+        if self._engine is None:
             return False
         chunk, start = self._chunk, self._start + 1
+        self._out = self._in.count = 0
         while True:
             found = chunk.find(b"\x1f\x8b\x08", start)
             if found >= 0:

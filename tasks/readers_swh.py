@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.readers import DATA_ERRORS, Limits, Rejected, make_record, open_plain, read_lines
-from tasks.readers_table import FIELDS, batch_rows, parquet_batches
+from tasks.readers_table import FIELDS, Large, batch_rows, parquet_batches
 from tasks.records import Record
 from tasks.storage import InputFile, open_file
 
@@ -34,7 +34,7 @@ def _rows(file: InputFile, columns: list[str], limits: Limits) -> Iterator[tuple
                 stream.seek(0)
                 with pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20) as table:
                     for batch in parquet_batches(table, columns or table.schema_arrow.names, limits):
-                        for row in batch_rows(batch):
+                        for row in batch_rows(batch, limits.record_bytes):
                             number += 1
                             yield number, row
                 return
@@ -103,6 +103,10 @@ def read_swh(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | 
                 continue
             key = _key(row, source.columns.key, source, file, "columns.key")
             value = row.get(source.columns.text)
+            if isinstance(value, Large):
+                detail = f"{int(value)} bytes, limit {limits.record_bytes}"
+                yield Rejected(file.name, str(number), "too_large", detail)
+                continue
             if not isinstance(value, (str, bytes)):
                 detail = f"column {source.columns.text}: expected text or bytes, found {type(value).__name__}"
                 yield Rejected(file.name, str(number), "wrong_type", detail)

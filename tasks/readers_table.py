@@ -16,7 +16,6 @@ from tasks.storage import InputFile, local_path, open_file, scheme
 
 FIELDS = ("url", "lang", "licence", "charset")
 _BATCH_BYTES = 4 << 20
-_GROUP_BYTES = 2 << 30  # a row group that says it holds more is not read
 TABLE_ERRORS = (*DATA_ERRORS, pa.ArrowException)
 
 
@@ -41,6 +40,8 @@ def row_record(
             return Rejected(file.name, str(number), "wrong_charset", f"column {columns.text}: {error}")
     elif isinstance(value, bytes):
         content = value
+    elif isinstance(value, Large):
+        return Rejected(file.name, str(number), "too_large", f"{int(value)} bytes, limit {limits.record_bytes}")
     else:
         detail = f"column {columns.text}: expected a string, found {type(value).__name__} {value!r:.80}"
         return Rejected(file.name, str(number), "wrong_type", detail)
@@ -133,17 +134,25 @@ def _check_columns(source: Any, file: InputFile, present: list[str]) -> list[str
     return list(dict.fromkeys(c for c in wanted.values() if c))
 
 
-def batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Rows one at a time; text that is not UTF-8 comes as bytes."""
+class Large(int):
+    """The size of a value too large to be one."""
+
+
+def batch_rows(batch: pa.RecordBatch, limit: int) -> Iterator[dict[str, Any]]:
+    """Rows one at a time. Text that is not UTF-8 comes as bytes; of a value over `limit` bytes only its size, as `Large`."""
     for i in range(batch.num_rows):
         row = {}
         for name, column in zip(batch.schema.names, batch.columns):
+            value = column[i]
+            value = value.value if isinstance(value, pa.DictionaryScalar) else value
+            data = value.as_buffer() if hasattr(value, "as_buffer") else None
+            if data is not None and data.size > limit:
+                row[name] = Large(data.size)
+                continue
             try:
-                row[name] = column[i].as_py()
+                row[name] = value.as_py()
             except UnicodeDecodeError:
-                value = column[i]
-                value = value.value if isinstance(value, pa.DictionaryScalar) else value
-                row[name] = value.as_buffer().to_pybytes() if hasattr(value, "as_buffer") else None
+                row[name] = data.to_pybytes() if data is not None else None
         yield row
 
 
@@ -158,7 +167,7 @@ def _table_rows(
     number = 0
     try:
         for batch in batches:
-            for row in batch_rows(batch):
+            for row in batch_rows(batch, limits.record_bytes):
                 number += 1
                 value = row.get(source.columns.text)
                 if isinstance(value, bytes) and _is_text(batch.schema.field(source.columns.text).type):
@@ -174,7 +183,11 @@ def _table_rows(
 
 
 def parquet_batches(file: pq.ParquetFile, columns: list[str], limits: Limits) -> Iterator[pa.RecordBatch]:
-    """Batches of bounded bytes, row group by row group. ValueError for a row group of more than the bounds."""
+    """Batches of bounded bytes, row group by row group. Expansion for a row group that expands beyond the bound.
+
+    Pages are decoded as they are needed, so that a row group may be larger than memory; a page may not (the format allows
+    2 GiB, writers make 1 MB).
+    """
     names = file.schema_arrow.names
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
@@ -182,7 +195,7 @@ def parquet_batches(file: pq.ParquetFile, columns: list[str], limits: Limits) ->
         chunks = [c for c in chunks if c.path_in_schema.split(".")[0] in columns]
         plain = sum(c.total_uncompressed_size for c in chunks)
         packed = sum(c.total_compressed_size for c in chunks)
-        if plain > min(_GROUP_BYTES, (64 << 20) + limits.expansion * packed) or plain < 0 or packed < 0:
+        if plain > (64 << 20) + limits.expansion * packed or min(plain, packed) < 0:
             raise Expansion(f"row group {index}: {packed} bytes expand to {plain}")
         rows = max(1, min(1024, _BATCH_BYTES * max(1, group.num_rows) // max(1, plain)))
         yield from file.iter_batches(rows, row_groups=[index], columns=[n for n in names if n in columns])

@@ -30,18 +30,20 @@ def page_kind(page: Page) -> str:
 
 def read_warc_file(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | Rejected]:
     """Response, resource and conversion records in order. A damaged gzip member costs its record alone."""
-    number, name, again, torn = 0, file.name, True, False
+    number, name, again, torn, large = 0, file.name, True, False, False
     with open_plain(file, limits) as stream:
         while again:
             again = False
             try:
                 for found in read_stream(stream, name, limits.record_bytes, TYPES):
                     number += 1
-                    torn = False
+                    torn, large = False, isinstance(found, BadRecord) and found.reason == "too_large"
                     yield _record(file, source, limits, number, found)
             except Expansion as error:
-                yield Rejected(name, f"after record {number}", "expands_too_far", str(error))
-                return
+                again = stream.resync()
+                if not torn and not large:  # a bomb of one record was rejected by its declared length already
+                    yield Rejected(name, f"after record {number}", "expands_too_far", str(error))
+                torn = True
             except BaseException as error:
                 # PanicException: what the parser, a Rust library, makes of some errors; no subclass of Exception
                 if not isinstance(error, DATA_ERRORS) and type(error).__name__ != "PanicException":
