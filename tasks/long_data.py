@@ -22,7 +22,7 @@ from pydantic import Field
 
 from tasks import documents, mrcr, shingles
 from tasks.stage import Stage, StageConfig
-from tasks.tokens import split_of
+from tasks.tokens import document_split
 
 SOURCES = ("data/decontaminate", "data/swe_data")
 
@@ -164,7 +164,7 @@ def clusters(vectors: np.ndarray, least: int, most: int, min_similarity: float) 
 def _load(stage: Stage, config: Config) -> list[dict]:
     rows = []
     for source in SOURCES:
-        for row in documents.read_documents(stage.dep(source), ["id", "text", "source", "domain", "lang"]):
+        for row in documents.read_documents(stage.dep(source), ["id", "text", "source", "domain", "lang", "meta"]):
             stage.seen()
             if len(row["text"]) >= config.min_chars:
                 rows.append(row)
@@ -279,7 +279,7 @@ def run(stage: Stage) -> None:
 
     def everything() -> Iterator[dict]:
         for split, share in (("train", 1 - config.val_fraction), ("val", config.val_fraction)):
-            mine = [row for row in rows if split_of(row["id"], config.val_fraction) == split]
+            mine = [row for row in rows if document_split(row, config.val_fraction) == split]
             if mine and share:
                 builder = Builder(stage, split, mine)
                 yield from builder.sequences(share)

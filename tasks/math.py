@@ -1,11 +1,12 @@
-"""Mathematical documents with their formulas kept as LaTeX (paper section 2.2: refined HTML extraction and PDF parsing).
+"""Mathematical and scientific documents with their formulas kept as LaTeX (paper section 2.2: refined HTML extraction, PDF parsing).
 
     python -m tasks math
 
-From data/acquire: reStructuredText, Markdown, TeX and PDF files of the index's `domains`, and every page of the WARC files
-that holds MathML or TeX. Each document gets `math_score`, how educational and mathematical it reads, by chunk and
-aggregate: every chunk is scored alone; the length-weighted mean is `math_score`, the best chunk `math_max`. What falls
-below a limit is in the exclusions table.
+Read: reStructuredText, Markdown, TeX and PDF files of the index's `domains` (data/acquire), every page of its WARC files
+that holds MathML or TeX, and the pages and PDFs among the user's own records (data/ingest). Each document gets
+`math_score`, how mathematical it reads, by chunk and aggregate: every chunk is scored alone; the length-weighted mean is
+`math_score`, the best chunk `math_max`. What falls below a limit is in the exclusions table; a PDF or TeX source that
+cannot be read is in rejects/ with its reason. audit/ holds samples of kept and removed text for a person to read.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tasks import documents, latex
-from tasks.code import is_training_file
+from tasks import documents, latex, pdf, tex_source
+from tasks.code_text import is_training_file
+from tasks.extract import NotText
+from tasks.math_audit import Audit
+from tasks.math_html import extract_math_page, has_math_markup
+from tasks.records import read_records
 from tasks.stage import Stage, StageConfig
 from tasks.texts import read_index
 
@@ -26,10 +31,12 @@ _WORDS = frozenset(
     "theorem proof lemma corollary proposition definition equation function derivative integral matrix vector polynomial prime"
     " integer real complex sum product series limit let suppose assume hence thus therefore where given compute solve solution"
     " example exercise formula variable algebra geometry probability distribution sequence convergence root factor modulo"
-    " group ring field ideal elliptic curve algorithm linear differential coefficient exponent logarithm set map space".split()
+    " group ring field ideal elliptic curve algorithm linear differential coefficient exponent logarithm set map space"
+    " energy force mass velocity acceleration momentum temperature pressure electron atom molecule reaction equilibrium"
+    " quantum wave frequency charge potential entropy hypothesis experiment measurement theory".split()
 )
-_UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^\w|\w_\{")
-_READERS = {"rst": latex.rst_to_text, "tex": latex.tex_to_text, "md": latex.markdown_to_text}
+_UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^\w|\w_\{|\w\^\{")
+_READERS = {"rst": latex.rst_to_text, "md": latex.markdown_to_text}
 
 
 class Config(StageConfig):
@@ -43,6 +50,9 @@ class Config(StageConfig):
     min_score: float = Field(0.05, ge=0, le=1, description="limit on math_score")
     chunk_chars: int = Field(2000, ge=100, description="length of the chunks that are scored")
     max_pdf_pages: int = Field(0, ge=0, description="pages read per PDF; 0: all")
+    reject_pdf_pages: int = Field(5000, ge=1, description="a PDF of more pages is rejected")
+    pdf_seconds: float = Field(60.0, gt=0, description="time for one PDF; then it is rejected")
+    pdf_memory_mb: int = Field(2048, ge=256, description="memory of the process that reads PDFs")
 
 
 def chunk_score(text: str) -> float:
@@ -84,99 +94,147 @@ def cut(text: str, limit: int) -> str:
     return text[: end if end > 0 else limit]
 
 
-def _file_text(path: Path, kind: str, config: Config) -> str:
-    suffix = path.name.rpartition(".")[2].lower()
-    if kind == "pdf" or suffix == "pdf":
-        from tasks.pdf import pdf_to_text
+class _Sources:
+    """Texts of files, pages and records; what cannot be read goes to the stage's rejects with its reason."""
 
-        return pdf_to_text(path, config.max_pdf_pages)[0]
-    data = path.read_bytes()
-    if kind == "html" or suffix in ("html", "htm", "xhtml"):
-        return latex.html_to_text(data)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        if kind != "tex" and suffix != "tex":
-            raise ValueError("not UTF-8 text") from None
-        text = data.decode("latin-1")  # TeX sources older than UTF-8 rarely say what they are in
-    reader = _READERS.get(suffix) or _READERS.get(kind)
-    return reader(text) if reader else latex.dollars(text)
+    def __init__(self, stage: Stage, reader: pdf.Reader, audit: Audit):
+        self.stage, self.config, self.reader, self.audit = stage, stage.config, reader, audit
 
+    def _pdf(self, content: bytes) -> str:
+        found = self.reader.read(content)
+        self.audit.removed("pdf", found.removed, found.examples)
+        return found.text
 
-def _from_files(stage: Stage, config: Config) -> Iterator[dict]:
-    acquired = stage.dep("data/acquire")
-    index = read_index(acquired)
-    rows = [r for r in index if r["domain"] in config.domains and r["kind"] != "code" and is_training_file(r)]
-    for row in stage.progress(rows, label="files"):
-        stage.seen()
+    def _html(self, content: bytes, charset: str = "") -> str:
+        found = extract_math_page(content, charset)
+        self.audit.carried(found.carriers, found.lost)
+        return found.page.text
+
+    def _file(self, path: Path, kind: str) -> str:
+        suffix = path.name.rpartition(".")[2].lower()
+        if kind == "pdf" or suffix == "pdf":
+            return self._pdf(path.read_bytes())
+        if kind == "tex" or suffix == "tex":
+            return tex_source.read_source(path)
+        data = path.read_bytes()
+        if kind == "html" or suffix in ("html", "htm", "xhtml"):
+            return self._html(data)
         try:
-            text = _file_text(acquired / row["path"], row["kind"], config)
-        except (ValueError, OSError) as error:
-            stage.reject(row["path"], "unreadable", str(error))
-            continue
-        inner = row.get("member") or row["path"].removeprefix("files/").partition("/")[2]
-        yield {
-            "text": text,
-            "source": f"{row['item']}/{row['version']}/{inner}",
-            "url": row.get("url") or "",
-            "meta": {"kind": row["kind"], "licence": row["licence"], "item": row["item"]},
-        }
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("not UTF-8 text") from None
+        reader = _READERS.get(suffix) or _READERS.get(kind)
+        return reader(text) if reader else latex.dollars(text)
 
+    def _reject(self, name: str, error: Exception) -> None:
+        self.stage.reject(name, getattr(error, "reason", "unreadable"), getattr(error, "detail", str(error)))
 
-def _from_pages(stage: Stage) -> Iterator[dict]:
-    from tasks.warc import BadRecord, read_warc
+    def files(self) -> Iterator[dict]:
+        acquired = self.stage.dep("data/acquire")
+        rows = [
+            row
+            for row in read_index(acquired)
+            if row["domain"] in self.config.domains and row["kind"] != "code" and is_training_file(row)
+        ]
+        for row in self.stage.progress(rows, label="files"):
+            self.stage.seen()
+            try:
+                text = self._file(acquired / row["path"], row["kind"])
+            except (ValueError, OSError) as error:
+                self._reject(row["path"], error)
+                continue
+            inner = row.get("member") or row["path"].removeprefix("files/").partition("/")[2]
+            yield {
+                "text": text,
+                "source": f"{row['item']}/{row['version']}/{inner}",
+                "url": row.get("url") or "",
+                "meta": {"kind": row["kind"], "licence": row["licence"], "item": row["item"]},
+            }
 
-    acquired = stage.dep("data/acquire")
-    for path in stage.progress(sorted((acquired / "warc").glob("*.warc*")), label="WARC files"):
-        for page in read_warc(path):
-            if isinstance(page, BadRecord):
-                stage.reject(page.record_id, page.reason, page.detail)
-            elif latex.has_math_markup(page.body):
-                stage.seen()
-                yield {
-                    "text": latex.html_to_text(page.body),
-                    "source": page.package or path.name,
-                    "url": page.url,
-                    "meta": {"kind": "html", "item": page.package},
-                }
+    def pages(self) -> Iterator[dict]:
+        from tasks.warc import BadRecord, read_warc
+
+        folder = self.stage.dep("data/acquire") / "warc"
+        for path in self.stage.progress(sorted(folder.glob("*.warc*")), label="WARC files"):
+            for page in read_warc(path):
+                if isinstance(page, BadRecord):
+                    self.stage.reject(page.record_id, page.reason, page.detail)
+                elif has_math_markup(page.body):
+                    self.stage.seen()
+                    try:
+                        text = self._html(page.body)
+                    except NotText as error:
+                        self._reject(page.url, error)
+                        continue
+                    meta = {"kind": "html", "item": page.package}
+                    yield {"text": text, "source": page.package or path.name, "url": page.url, "meta": meta}
+
+    def records(self) -> Iterator[dict]:
+        """PDFs, and pages with formulas, of the user's own sources."""
+        for record in read_records(self.stage.dep("data/ingest"), kinds=("pdf", "html")):
+            if record.kind == "html" and not has_math_markup(record.content):
+                continue
+            self.stage.seen()
+            try:
+                text = self._pdf(record.content) if record.kind == "pdf" else self._html(record.content, record.charset)
+            except ValueError as error:
+                self._reject(record.id, error)
+                continue
+            meta = {"kind": record.kind, "licence": record.licence, "item": record.source, "path": record.path}
+            yield {"text": text, "source": record.source, "url": record.url, "lang": record.lang, "meta": meta}
 
 
 def run(stage: Stage) -> None:
     config: Config = stage.config
     out = stage.out("data/math")
     kinds: Counter[str] = Counter()
-    formulas = 0
+    audit = Audit(out / "audit")
+    limits = pdf.Limits(
+        read_pages=config.max_pdf_pages,
+        max_pages=config.reject_pdf_pages,
+        seconds=config.pdf_seconds,
+        memory_bytes=config.pdf_memory_mb << 20,
+    )
 
-    def kept() -> Iterator[dict]:
-        nonlocal formulas
-        sources = [_from_files(stage, config)] + ([_from_pages(stage)] if config.pages else [])
-        for found in (row for source in sources for row in source):
+    def kept(sources: _Sources) -> Iterator[dict]:
+        parts = [sources.files(), sources.records()] + ([sources.pages()] if config.pages else [])
+        for found in (row for part in parts for row in part):
             text = cut(found["text"], config.max_chars)
             row = found | {"text": text}
             count = formula_count(text)
+            # Other scores of a document (how educational it reads: tasks/educational.py) are columns beside these two.
             mean, best = score(text, config.chunk_chars)
+            verdict = None
             if len(text) < config.min_chars:
-                excluded.add(row, "too_short", len(text))
+                verdict = ("too_short", len(text))
             elif count < config.min_formulas:
-                excluded.add(row, "few_formulas", count)
+                verdict = ("few_formulas", count)
             elif mean < config.min_score:
-                excluded.add(row, "math_score", mean)
-            else:
-                kinds[found["meta"]["kind"]] += 1
-                formulas += count
-                meta = found["meta"] | {"formulas": count}
-                yield documents.document(
-                    text, found["source"], "math", url=found["url"], meta=meta, math_score=mean, math_max=best
-                )
+                verdict = ("math_score", mean)
+            audit.document(row, count, mean, verdict)
+            if verdict:
+                excluded.add(row, *verdict)
+                continue
+            kinds[found["meta"]["kind"]] += 1
+            meta = found["meta"] | {"formulas": count}
+            yield documents.document(
+                text, found["source"], "math", url=found["url"], lang=found.get("lang", ""), meta=meta,
+                math_score=mean, math_max=best,
+            )  # fmt: skip
 
-    with documents.Exclusions(out) as excluded:
-        written = documents.write_documents(out, kept(), scores=("math_score", "math_max"))
+    with documents.Exclusions(out) as excluded, pdf.Reader(limits) as reader:
+        rows = kept(_Sources(stage, reader, audit))
+        written = documents.write_documents(out, rows, scores=("math_score", "math_max"))
+    audit.write()
     stage.rows(documents=written["documents"], excluded=sum(excluded.counts.values()))
     stage.metric(
         documents=written["documents"],
         bytes=written["bytes"],
-        formulas=formulas,
+        formulas=audit.formulas,
         kinds=dict(sorted(kinds.items())),
+        carriers=dict(sorted(audit.carriers.items())),
         removed=dict(sorted(excluded.counts.items())),
+        pdf_lines_removed=dict(sorted(audit.lines["pdf"].items())),
     )
-    stage.print(f"{written['documents']} documents with {formulas} formulas, removed {dict(excluded.counts)}")
+    stage.artifact(out / "audit" / "samples.html")
+    stage.print(f"{written['documents']} documents with {audit.formulas} formulas, removed {dict(excluded.counts)}")

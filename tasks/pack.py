@@ -7,12 +7,12 @@ Every document of the stage's document inputs is tokenized (in batches, on all c
 appended to its domain. A document is validation text by the hash of its id, so it is that in every corpus it appears in;
 one that was made from others (interleaved texts) says its side itself, in `meta`.
 Text that looks like a special token stays text. A share of the source code is rearranged for fill-in-the-middle
-(GLM-4.5 §2.2). `max_mb` caps a domain by keeping a hash-chosen sample.
+(GLM-4.5 §2.2), half of it prefix-suffix-middle, half suffix-prefix-middle. `max_mb` caps a domain by keeping a hash-chosen
+sample.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from pydantic import Field
 
 from tasks.special_tokens import END_OF_TEXT, FIM_TOKENS
 from tasks.stage import Stage, StageConfig
-from tasks.tokens import SPLITS, TokenWriter, split_of, token_byte_lengths, unit_hash
+from tasks.tokens import SPLITS, TokenWriter, document_split, token_byte_lengths, unit_hash
 
 TOKENIZER = "data/tokenizer"
 CODE = "code"
@@ -31,7 +31,8 @@ CODE = "code"
 
 class Config(StageConfig):
     val_fraction: float = Field(0.05, ge=0, lt=1, description="share of documents held out, by the hash of their id")
-    fim_rate: float = Field(0.0, ge=0, le=1, description="share of code documents rearranged prefix-suffix-middle")
+    fim_rate: float = Field(0.0, ge=0, le=1, description="share of code documents rearranged for fill-in-the-middle")
+    fim_spm: float = Field(0.5, ge=0, le=1, description="share of those in suffix-prefix-middle order; the rest is PSM")
     max_mb: dict[str, float] = Field({}, description="cap per domain in MB of text (10^6 bytes); absent: everything")
     batch_documents: int = Field(256, ge=1, description="documents tokenized at once")
 
@@ -48,16 +49,6 @@ def _documents(stage: Stage) -> Iterator[dict[str, Any]]:
     for dep in stage.spec.deps:
         if dep.startswith("data/") and dep != TOKENIZER:  # the rest is code
             yield from read_documents(stage.dep(dep), columns=("id", "text", "domain", "meta"))
-
-
-def _split(row: dict[str, Any], val_fraction: float) -> str:
-    """A document made of others carries their split in `meta` (key "split"); any other is placed by its id."""
-    if '"split"' in row["meta"]:
-        split = json.loads(row["meta"]).get("split")
-        if split not in SPLITS:
-            raise ValueError(f"document {row['id']}: meta.split is {split!r}, expected one of {', '.join(SPLITS)}")
-        return split
-    return split_of(row["id"], val_fraction)
 
 
 def _shares(stage: Stage, max_mb: dict[str, float]) -> dict[str, float]:
@@ -99,7 +90,7 @@ def run(stage: Stage) -> None:
             texts: list[str] = []
             plans: list[tuple[dict[str, Any], bool, str]] = []
             for row in rows:
-                split = _split(row, config.val_fraction)
+                split = document_split(row, config.val_fraction)
                 fim = split == "train" and row["domain"] == CODE and unit_hash(f"fim:{row['id']}") < config.fim_rate
                 texts += fim_pieces(row["id"], row["text"]) if fim else [row["text"]]
                 plans.append((row, fim, split))
@@ -107,8 +98,13 @@ def run(stage: Stage) -> None:
             for row, fim, split in plans:
                 if fim:
                     prefix, middle, suffix = (next(encoded).ids for _ in range(3))
-                    ids = [prefix_id, *prefix, suffix_id, *suffix, middle_id, *middle]
+                    spm = unit_hash(f"spm:{row['id']}") < config.fim_spm
+                    if spm:  # the form of Bavarian et al. 2022 (3.1) that shares its marks with the other order
+                        ids = [prefix_id, suffix_id, *suffix, middle_id, *prefix, *middle]
+                    else:
+                        ids = [prefix_id, *prefix, suffix_id, *suffix, middle_id, *middle]
                     counts[row["domain"]]["fim"] += 1
+                    counts[row["domain"]]["fim_spm"] += spm
                 else:
                     ids = next(encoded).ids
                 writer.add(split, row["domain"], ids, len(row["text"].encode("utf-8")))
@@ -144,7 +140,7 @@ def run(stage: Stage) -> None:
                 domain: {
                     **{s: splits[s] for s in SPLITS},
                     "bytes_per_token": both["bytes"] / both["tokens"],
-                    **{k: counts[domain][k] for k in ("fim", "left_out_by_cap", "repeated")},
+                    **{k: counts[domain][k] for k in ("fim", "fim_spm", "left_out_by_cap", "repeated")},
                 }
             }
         )

@@ -5,22 +5,26 @@
 Two sources. Successive releases of one project in data/acquire (every item of the index with more than one version): each
 new changelog entry is an issue, and the changed files that share its words are its patch. Git histories (`git_repos`: path,
 name, full commit): each commit is a pull request, what its message says it fixes the issue. One document per change, domain
-swe; what is left out is in data/swe_data/exclusions with its reason.
+swe; a change to files of the code corpus is on their side of the validation split (`meta.split`); what is left out is in
+data/swe_data/exclusions with its reason.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from tasks import changes, code_lang, documents
 from tasks.changes import Change
-from tasks.code import decode, is_training_file
+from tasks.code_text import decode, is_training_file
 from tasks.stage import Stage, StageConfig
 from tasks.texts import read_index
+from tasks.tokens import SPLITS, split_of
 
 _CHANGELOG = ("changelog", "changes", "history", "news", "release")
 
@@ -48,6 +52,9 @@ class Config(StageConfig):
     max_diff_chars: int = Field(12_000, ge=200, description="changes with longer diffs are left out")
     max_source_bytes: int = Field(200_000, ge=1, description="larger source files are not compared")
     max_chars: int = Field(20_000, ge=500, description="relevant files are dropped from the end until a document fits")
+    val_fraction: float = Field(
+        0.05, ge=0, lt=1, description="as in `pack`: a change to a file that the code corpus holds out is held out too"
+    )
     without_issue: bool = Field(True, description="keep changes that no issue explains, as plain pull requests")
 
 
@@ -127,8 +134,31 @@ def fault(change: Change, diff: str, config: Config) -> tuple[str, float] | None
     return None
 
 
+class CodeSplits:
+    """On which side of the train/validation split the code stage's files are, by repository and path and by content."""
+
+    def __init__(self, directory: Path, val_fraction: float):
+        self._of: dict[tuple[str, str] | int, str] = {}
+        for row in documents.read_documents(directory, columns=("id", "text", "meta")):
+            meta = json.loads(row["meta"])
+            split = split_of(row["id"], val_fraction)
+            keys = [(meta["item"], path) for path in meta.get("files", [meta["path"]])]
+            for key in [*keys, xxhash.xxh3_64_intdigest(row["text"].encode())]:
+                if split == "val" or key not in self._of:
+                    self._of[key] = split
+
+    def of(self, change: Change) -> str | None:
+        """The side of a change: val when any file it shows is held out, train when some file is known and none is."""
+        shown = [(f.path, text) for f in change.files for text in (f.old, f.new) if text] + list(change.related)
+        keys = [(change.repo, path) for path, _ in shown]
+        keys += [xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) for _, text in shown]
+        found = {self._of[key] for key in keys if key in self._of}
+        return "val" if "val" in found else "train" if found else None
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
+    splits = CodeSplits(stage.dep("data/code"), config.val_fraction)
     out = stage.out("data/swe_data")
     counts: Counter[str] = Counter()
     per_repo: Counter[str] = Counter()
@@ -173,6 +203,10 @@ def run(stage: Stage) -> None:
                 "files": [f.path for f in change.files],
                 "licence": licence,
             }
+            side = splits.of(change)
+            if side:
+                meta["split"] = side
+                counts[f"split_{side}"] += 1
             language = code_lang.detect(change.files[0].path, "")[0]
             yield documents.document(render(change, config), source, "swe", lang=language, meta=meta)
 
@@ -183,6 +217,7 @@ def run(stage: Stage) -> None:
         documents=written["documents"],
         bytes=written["bytes"],
         **{k: counts[k] for k in ("release", "commit", "with_issue", "with_test_change", "references")},
+        split_by_code_files={side: counts[f"split_{side}"] for side in SPLITS},
         repositories=dict(sorted(per_repo.items())),
         removed=dict(sorted(excluded.counts.items())),
     )

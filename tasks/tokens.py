@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,19 @@ def unit_hash(text: str) -> float:
 def split_of(document_id: str, val_fraction: float = VAL_FRACTION) -> str:
     """'val' or 'train' by the document's id alone, so that a document falls on the same side in every stage."""
     return "val" if unit_hash(f"split:{document_id}") < val_fraction else "train"
+
+
+def document_split(row: Mapping[str, Any], val_fraction: float = VAL_FRACTION) -> str:
+    """A document made of others carries their split in `meta` (key "split"); any other is placed by its id.
+
+    `row` has id and meta (JSON text). ValueError when the split named there is none.
+    """
+    if '"split"' in row["meta"]:
+        split = json.loads(row["meta"]).get("split")
+        if split not in SPLITS:
+            raise ValueError(f"document {row['id']}: meta.split is {split!r}, expected one of {', '.join(SPLITS)}")
+        return split
+    return split_of(row["id"], val_fraction)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -73,19 +73,35 @@ def test_fill_in_the_middle(tmp_path, tokenizer_dir):
     prefix, middle, suffix = (tokenizer.token_to_id(f"<|code_{p}|>") for p in ("prefix", "middle", "suffix"))
     shard = tokens.shard("code", "train")
     want = [r["text"] for r in rows if r["domain"] == "code" and split_of(r["id"], 0.2) == "train"]
-    rearranged = 0
+    orders = {"psm": 0, "spm": 0}
+    middles = []
     for i in range(len(shard)):
         ids = shard.document(i)[:-1].tolist()
         if prefix in ids:
-            rearranged += 1
-            assert ids[0] == prefix
+            assert ids[0] == prefix and sorted(t for t in ids if t in (prefix, middle, suffix)) == sorted(
+                (prefix, middle, suffix)
+            )
             s, m = ids.index(suffix), ids.index(middle)
+            if s == 1:  # <prefix> <suffix> suffix <middle> prefix and middle in one piece
+                orders["spm"] += 1
+            else:
+                middles.append(len(tokenizer.decode(ids[m + 1 :])) / len(want[i]))
+                orders["psm"] += 1
             ids = ids[1:s] + ids[m + 1 :] + ids[s + 1 : m]
         assert tokenizer.decode(ids) == want[i]
-    assert 0.3 < rearranged / len(shard) < 0.7
+    rearranged = sum(orders.values())
+    assert 0.3 < rearranged / len(shard) < 0.7 and min(orders.values()) >= 0.2 * rearranged
+    assert min(middles) < 0.2 and max(middles) > 0.5  # spans of every length, cut between characters
     assert prefix not in np.concatenate([tokens.shard("code", "val").tokens, tokens.shard("web").tokens])
     metrics = json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())
-    assert metrics["code"]["fim"] == rearranged
+    assert metrics["code"]["fim"] == rearranged and abs(metrics["code"]["fim_spm"] - orders["spm"]) <= 1
+
+
+@pytest.mark.parametrize("spm", [0.0, 1.0])
+def test_one_order_of_fill_in_the_middle_alone(tmp_path, tokenizer_dir, spm):
+    run(tmp_path, tokenizer_dir, documents(), fim_rate=1.0, fim_spm=spm)
+    metrics = json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())["code"]
+    assert metrics["fim"] > 0 and metrics["fim_spm"] == spm * metrics["fim"]
 
 
 def test_two_runs_are_byte_identical(tmp_path, tokenizer_dir):

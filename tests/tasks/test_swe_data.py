@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tasks import changes, documents, swe_data
 from tasks.changes import Change, FileChange
 from tasks.stage import run_stage_for_test
+from tasks.swe_data import CodeSplits
+from tasks.tokens import SPLITS, split_of
 
 OLD_LOG = """
 1.0 (2024-01-01)
@@ -205,8 +207,11 @@ def test_stage(tmp_path, repository):
             rows.append(row | {"licence": "MIT", "bytes": len(text), "sha256": "", "url": ""})
     pq.write_table(pa.Table.from_pylist(rows), real / "index.parquet")
     config = {"least_score": 0.5, "git_repos": [{"path": str(folder), "name": "repo", "revision": head}]}
+    held_out = documents.document("x = 1\n" * 9, "elsewhere", "code", meta={"item": "other", "path": "a.py"})
+    documents.write_documents(tmp_path / "code", [held_out])
+    deps = {"data/acquire": real, "data/code": tmp_path / "code"}
     for run in ("one", "two"):
-        run_stage_for_test(swe_data, config, deps={"data/acquire": real}, outs=["data/swe_data"], tmp=tmp_path / run)
+        run_stage_for_test(swe_data, config, deps=deps, outs=["data/swe_data"], tmp=tmp_path / run)
     out = tmp_path / "one/data/swe_data"
     assert (out / "manifest.json").read_text() == (tmp_path / "two/data/swe_data/manifest.json").read_text()
     docs = list(documents.read_documents(out))
@@ -221,3 +226,57 @@ def test_stage(tmp_path, repository):
     assert not any("docs/x.rst" in d["text"] for d in docs)
     reasons = sorted(e["reason"] for e in documents.read_exclusions(out))
     assert reasons == ["empty_diff", "only_new_files", "only_new_files"]
+
+
+def code_row(split: str, item: str, path: str, text: str, **meta) -> dict:
+    """A code document whose id falls on that side of the split."""
+    for n in range(1000):
+        row = documents.document(text, f"{item}/{n}/{path}", "code", meta={"item": item, "path": path, **meta})
+        if split_of(row["id"], 0.2) == split:
+            return row
+    raise AssertionError("no such id")
+
+
+def test_a_change_to_a_held_out_file_is_held_out(tmp_path):
+    rows = [
+        code_row("val", "pkg", "a.py", "a = 1\n"),
+        code_row("train", "pkg", "b.py", "b = 1\n"),
+        code_row("val", "elsewhere", "copy.py", "c = 1\n"),
+        code_row("val", "pkg", "r1.py", "# r1.py\nr = 1\n", files=["r1.py", "r2.py"]),
+    ]
+    documents.write_documents(tmp_path, rows)
+    splits = CodeSplits(tmp_path, 0.2)
+
+    def side(*files, related=(), repo="pkg"):
+        return splits.of(Change(repo, "1", "2", tuple(FileChange(*f) for f in files), related=related))
+
+    assert side(("a.py", "a = 0\n", "a = 2\n")) == "val"
+    assert side(("b.py", "b = 0\n", "b = 2\n")) == "train"
+    assert side(("b.py", "b = 0\n", "b = 2\n"), ("a.py", None, "a = 2\n")) == "val"
+    assert side(("new.py", None, "c = 1\n"), repo="fork") == "val"  # by content, whatever its name
+    assert side(("b.py", "b = 0\n", "b = 2\n"), related=(("r2.py", "r = 2\n"),)) == "val"
+    assert (
+        side(("unknown.py", "u = 0\n", "u = 1\n")) is None and side(("a.py", "a = 0\n", "a = 2\n"), repo="fork") is None
+    )
+
+
+def test_documents_carry_their_files_side(tmp_path, repository):
+    folder, head = repository
+    acquired = tmp_path / "real"
+    acquired.mkdir()
+    empty = pa.Table.from_pylist([{"item": "x", "version": "1", "path": "w", "domain": "web", "use": "train"}])
+    pq.write_table(empty, acquired / "index.parquet")
+    config = {"git_repos": [{"path": str(folder), "name": "repo", "revision": head}], "val_fraction": 0.2}
+    sides = {}
+    for split in SPLITS:
+        run = tmp_path / split
+        documents.write_documents(
+            run / "code", [code_row(split, "repo", path, "x\n") for path in ("pkg/a.py", "pkg/b.py")]
+        )
+        deps = {"data/acquire": acquired, "data/code": run / "code"}
+        run_stage_for_test(swe_data, config, deps=deps, outs=["data/swe_data"], tmp=run)
+        found = [json.loads(d["meta"]).get("split") for d in documents.read_documents(run / "data/swe_data")]
+        sides[split] = set(found)
+        metrics = json.loads((run / "metrics/swe_data.json").read_text())["split_by_code_files"]
+        assert metrics[split] == len(found) > 0
+    assert sides == {"train": {"train"}, "val": {"val"}}
