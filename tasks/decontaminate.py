@@ -217,9 +217,10 @@ def run(stage: Stage) -> None:
     extra, optional = read_all_items(stage, config)
     index = build_index(config, extra)
     index.save(stage.scratch / "index")
+    index.search("compiled here once, not by each worker")
     out = stage.out("data/decontaminate")
     shards = documents.document_shards(stage.dep("data/dedup"))
-    scores = sorted({name for path in shards for name in pq.read_schema(path).names} - set(documents.COLUMNS))
+    scores = sorted({name for path in shards for name in documents.read_footer(path)[1]} - set(documents.COLUMNS))
     made = {f"{number:05d}": stage.scratch / "out" / f"{number:05d}" for number in range(len(shards))}
     tasks = {
         name: {"path": str(path), "index": str(stage.scratch / "index"), "out": str(made[name]), "scores": scores}

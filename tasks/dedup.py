@@ -73,8 +73,8 @@ def keepers(root: np.ndarray, meta: np.ndarray) -> np.ndarray:
 
 def make_job(config: Config, shards: Sequence[Path], scratch: Path) -> dedup_steps.Job:
     """The job over input shards, in this order."""
-    files = [pq.read_schema(path).names for path in shards]
-    starts = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in shards])
+    footers = [documents.read_footer(path) for path in shards]
+    starts = np.cumsum([0] + [rows for rows, _ in footers])
     return dedup_steps.Job(
         scratch=str(scratch),
         **config.model_dump(
@@ -83,7 +83,7 @@ def make_job(config: Config, shards: Sequence[Path], scratch: Path) -> dedup_ste
         names=tuple(f"{number:05d}" for number in range(len(shards))),
         paths=tuple(map(str, shards)),
         starts=tuple(starts.tolist()),
-        scores=tuple(sorted({name for names in files for name in names} - set(documents.COLUMNS))),
+        scores=tuple(sorted({name for _, names in footers for name in names} - set(documents.COLUMNS))),
     )
 
 

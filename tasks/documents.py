@@ -162,9 +162,18 @@ def read_shard(path: Path, columns: Sequence[str] | None = None) -> Iterator[dic
                 yield row if not missing else row | dict.fromkeys(missing)
 
 
+def read_footer(path: Path) -> tuple[int, list[str]]:
+    """(rows, columns) of one shard from its footer; ValueError names a file that is no parquet file."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.metadata.num_rows, file.schema_arrow.names
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file ({error})") from None
+
+
 def count_documents(directory: str | Path) -> int:
     """Number of documents, from the parquet footers alone."""
-    return sum(pq.read_metadata(path).num_rows for path in document_shards(directory))
+    return sum(read_footer(path)[0] for path in document_shards(directory))
 
 
 class Exclusions:

@@ -14,6 +14,7 @@ that dies is replaced and its shard tried once more; if that dies too, `ShardErr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -186,40 +187,52 @@ class LocalEngine(Engine):
             return
         todo, deaths = list(reversed(tasks)), dict.fromkeys((name for name, _ in tasks), 0)
         busy: dict[Connection, tuple[str, tuple]] = {}
-        while todo or busy:
-            idle = [pipe for pipe in self._running if pipe not in busy]
-            while todo and len(busy) < self._workers:
-                pipe = idle.pop() if idle else self._start()
-                busy[pipe] = todo.pop()
-                try:
-                    pipe.send(busy[pipe][1])
-                except BrokenPipeError:
-                    pass  # died while idle: the end of the pipe shows below
-            for pipe in wait(list(busy)):
-                name, task = busy.pop(pipe)
-                try:
-                    failure = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    process = self._running.pop(pipe)
-                    process.join()
-                    deaths[name] += 1
-                    if deaths[name] == TRIES:
-                        raise ShardError(
-                            f"shard {name}: its worker died {TRIES} times, last with exit status {process.exitcode} "
-                            f"(negative: signal); out of memory is the usual cause"
-                        ) from None
-                    todo.append((name, task))
-                    continue
-                if failure:
-                    raise ShardError(f"shard {name}: {failure[0]}\n{failure[1]}")
-                yield name
+        try:
+            while todo or busy:
+                self._give(todo, busy)
+                for pipe in wait(list(busy)):
+                    name, task = busy.pop(pipe)
+                    try:
+                        failure = pipe.recv()
+                    except (EOFError, ConnectionResetError):
+                        status = self._stop(pipe)
+                        deaths[name] += 1
+                        if deaths[name] == TRIES:
+                            raise ShardError(
+                                f"shard {name}: its worker died {TRIES} times, last with exit status {status} "
+                                f"(negative: signal); out of memory is the usual cause"
+                            ) from None
+                        todo.append((name, task))
+                        continue
+                    if failure:
+                        raise ShardError(f"shard {name}: {failure[0]}\n{failure[1]}")
+                    yield name
+        finally:
+            for pipe in busy:  # whoever stopped listening will not read their answers
+                self._stop(pipe)
+
+    def _give(self, todo: list[tuple[str, tuple]], busy: dict[Connection, tuple[str, tuple]]) -> None:
+        """Hand tasks to idle workers, new ones while there are fewer than there may be."""
+        idle = [pipe for pipe in self._running if pipe not in busy]
+        while todo and len(busy) < self._workers:
+            pipe = idle.pop() if idle else self._start()
+            busy[pipe] = todo.pop()
+            with contextlib.suppress(BrokenPipeError):  # died while idle: the pipe's end shows when it is read
+                pipe.send(busy[pipe][1])
+
+    def _stop(self, pipe: Connection) -> int | None:
+        """End one worker; its exit status."""
+        process = self._running.pop(pipe)
+        pipe.close()
+        process.join(0.1)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return process.exitcode
 
     def close(self) -> None:
-        for pipe, process in self._running.items():
-            pipe.close()
-            process.terminate()
-            process.join()
-        self._running.clear()
+        for pipe in list(self._running):
+            self._stop(pipe)
 
 
 class RayEngine(Engine):

@@ -213,7 +213,7 @@ def candidate_groups(keys: np.ndarray, members: np.ndarray, limit: int = 2048) -
     return Groups(np.concatenate(parts), starts, np.array(part_keys, dtype=np.uint64), int((sizes > limit).sum()))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _find(parent, i):
     while parent[i] != i:
         parent[i] = parent[parent[i]]

@@ -68,7 +68,7 @@ def _words(text: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     return text, hashes, begins, ends
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _key(total, size):
     return mix64(total ^ (np.uint64(size) * np.uint64(0x9E3779B97F4A7C15)))
 
@@ -135,13 +135,13 @@ class GramTable:
         return cls(distinct, starts, owners, make_sieve(distinct))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _maybe(key, sieve):
     slot = key & np.uint64(len(sieve) * 64 - 1)
     return (sieve[np.int64(slot >> np.uint64(6))] >> (slot & np.uint64(63))) & np.uint64(1) != 0
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _lookup(key, keys, sieve):
     if not _maybe(key, sieve):
         return -1

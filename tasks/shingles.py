@@ -73,7 +73,7 @@ _M1, _M2, _SEED = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53), 
 _S32, _S33, _S29 = np.uint64(32), np.uint64(33), np.uint64(29)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def mix64(h):
     """MurmurHash3's 64-bit finalizer: every bit of the input moves every bit of the output."""
     h ^= h >> _S33
@@ -83,14 +83,14 @@ def mix64(h):
     return h ^ (h >> _S33)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _kind(point, kind):
     if point < _TABLE:
         return kind[point]
     return ALONE if point <= _LAST_HAN else SEPARATOR
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(cache=True, nogil=True)
 def _step(h, point):
     h = (h ^ np.uint64(point)) * _M1
     return h ^ (h >> _S29)

@@ -1,104 +1,32 @@
-"""MinHash against datasketch, planted duplicates, and the dedup stage."""
+"""The dedup stage: planted duplicates, the keep rule, reports, and the same bytes for any engine, workers and partitions."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-import xxhash
 
-from tasks import dedup, documents, minhash
+from tasks import dedup, dedup_steps, documents
+from tasks.mapshuffle import LocalEngine
 from tasks.stage import run_stage_for_test
+from tests.tasks.test_minhash import replace_words, text_of
 
-VOCABULARY = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in ("a", "e", "io", "ou") for c in ("", "n", "r", "st", "lk")]
-
-
-def text_of(rng: random.Random, words: int = 300) -> str:
-    return " ".join(rng.choice(VOCABULARY) for _ in range(words))
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the optional package ray is missing")
 
 
-def replace_words(rng: random.Random, text: str, count: int) -> str:
-    words = text.split()
-    for position in rng.sample(range(len(words)), count):
-        words[position] = "changed"
-    return " ".join(words)
-
-
-def test_signatures_equal_datasketch():
-    from datasketch import MinHash
-
-    rng = random.Random(0)
-    hasher = minhash.WordHasher()
-    sets = [minhash.shingles(text_of(rng, n), 5, hasher) for n in (1, 4, 5, 60, 300, 2000)]
-    ours = minhash.signatures(sets, 128, seed=1, block=100)
-    for row, values in zip(ours, sets):
-        reference = MinHash(num_perm=128, seed=1, scheme="affine32", hashfunc=lambda v: v & 0xFFFFFFFF)
-        reference.update_batch([int(v) for v in values])
-        np.testing.assert_array_equal(row, reference.hashvalues)
-
-
-def test_buckets_are_the_candidates_of_datasketch():
-    from datasketch import MinHash, MinHashLSH
-
-    rng = random.Random(1)
-    hasher = minhash.WordHasher()
-    texts = [text_of(rng, 120) for _ in range(40)]
-    texts += [replace_words(rng, t, k) for k in (1, 2, 4, 8) for t in texts[:20]]
-    signature = minhash.signatures([minhash.shingles(t, 5, hasher) for t in texts], 128, seed=1)
-    ours = {(i, j) for group in minhash.buckets(signature, 16, 8) for i in group for j in group if i < j}
-    lsh = MinHashLSH(num_perm=128, params=(16, 8))
-    theirs = set()
-    for i, row in enumerate(signature):
-        m = MinHash(num_perm=128, seed=1, scheme="affine32", hashvalues=row)
-        theirs |= {(int(j), i) for j in lsh.query(m)}
-        lsh.insert(str(i), m)
-    assert ours == theirs and ours
-
-
-def test_word_ngrams_hash_the_same_anywhere_and_differ_by_order():
-    hasher = minhash.WordHasher()
-    grams = lambda text: set(minhash.ngram_hashes(hasher.array(minhash.words(text)), 3).tolist())  # noqa: E731
-    assert grams("One, two -- three!") <= grams("zero one two three four")
-    assert not grams("one two three") & grams("three two one")
-    assert len(grams("one two")) == 0
-    assert minhash.words("déjà-vu x_1 自然言語") == ["déjà", "vu", "x_1", "自", "然", "言", "語"]
-
-
-def test_jaccard_is_that_of_python_sets():
-    rng = random.Random(2)
-    for _ in range(50):
-        a, b = ({rng.randrange(60) for _ in range(rng.randrange(1, 40))} for _ in range(2))
-        got = minhash.jaccard(*(np.array(sorted(s), dtype=np.uint64) for s in (a, b)))
-        assert got == pytest.approx(len(a & b) / len(a | b))
-
-
-def test_clusters_do_not_depend_on_input_order():
-    rng = random.Random(3)
-    texts = [text_of(rng, 150) for _ in range(30)]
-    texts += [replace_words(rng, t, 2) for t in texts[:15]] + texts[:5]
-    config = dedup.Config()
-
-    def partition(order):
-        root = dedup.find_duplicates([texts[i] for i in order], config).root
-        clusters: dict[int, set] = {}
-        for position, r in enumerate(root):
-            clusters.setdefault(r, set()).add(order[position])
-        return {frozenset(c) for c in clusters.values()}
-
-    order = list(range(len(texts)))
-    rng.shuffle(order)
-    assert partition(order) == partition(list(range(len(texts))))
-
-
-def build(tmp_path, texts: dict[str, list[tuple[str, float]]]):
+def build(tmp_path, texts: dict[str, list[tuple[str, float]]], **config):
     deps = {}
     for name, items in texts.items():
         rows = [documents.document(t, f"{name}/{i}", name, quality=q) for i, (t, q) in enumerate(items)]
         documents.write_documents(tmp_path / "real" / name, rows)
         deps[f"data/{name}"] = tmp_path / "real" / name
-    run_stage_for_test(dedup, {}, deps=deps, outs=["data/dedup"], tmp=tmp_path)
+    run_stage_for_test(dedup, {"workers": 1, **config}, deps=deps, outs=["data/dedup"], tmp=tmp_path)
     kept = [row["text"] for row in documents.read_documents(tmp_path / "data/dedup")]
     return kept, json.loads((tmp_path / "metrics/dedup.json").read_text())
 
@@ -140,5 +68,140 @@ def test_below_threshold_pairs_stay(tmp_path):
     assert kept == [base, half] and metrics["removed"] == {}
 
 
-def test_word_hash_is_xxhash():
-    assert minhash.WordHasher()["abc"] == xxhash.xxh64_intdigest(b"abc")
+def test_clusters_are_reported_with_their_members(tmp_path):
+    rng = random.Random(7)
+    big, small = text_of(rng), text_of(rng)
+    texts = [replace_words(rng, big, 1) for _ in range(6)] + [small, small.upper(), small]
+    _, metrics = build(
+        tmp_path, {"web": [(t, 1.0) for t in texts[:5]], "code": [(t, 0.5) for t in texts[5:]], "math": []}
+    )
+    clusters = pq.read_table(tmp_path / "data/dedup/clusters.parquet").to_pylist()
+    assert [(c["size"], c["exact"], c["near"]) for c in clusters] == [(6, 0, 5), (3, 2, 0)]
+    kept = {row["id"] for row in documents.read_documents(tmp_path / "data/dedup")}
+    assert kept == {c["keeper"] for c in clusters}
+    assert metrics["largest"] == clusters and metrics["largest_cluster"] == 6
+    duplicates = pq.read_table(tmp_path / "data/dedup/duplicates.parquet").to_pylist()
+    assert len(duplicates) == 7 and {d["keeper"] for d in duplicates} == kept
+
+
+def test_short_and_wordless_documents(tmp_path):
+    texts = ["", " ", "???", "!!!", "one two", "One, two!", "one three", "今日は良い天気です。", "今日は良い天気です！"]
+    kept, metrics = build(tmp_path, {"web": [(t, 0.0) for t in texts], "code": [], "math": []})
+    assert kept == ["", "???", "!!!", "one two", "one three", "今日は良い天気です。"] or len(kept) == 6
+    assert metrics["wordless"] == 4
+    assert metrics["removed"] == {"exact_duplicate": 1, "near_duplicate": 2}
+
+
+def test_across_domains_can_be_off(tmp_path):
+    text = text_of(random.Random(8))
+    rows = {"web": [(text, 0.0), (text, 0.0)], "code": [(text, 0.0)], "math": []}
+    assert build(tmp_path / "a", rows)[1]["documents_out"] == 1
+    assert build(tmp_path / "b", rows, across_domains=False)[1]["documents_out"] == 2
+
+
+def test_keepers():
+    meta = np.array(
+        [(0.5, 9, b"b"), (0.5, 9, b"a"), (0.9, 1, b"z"), (float("nan"), 99, b"0"), (0.0, 1, b"y"), (0.0, 2, b"x")],
+        dtype=[("quality", np.float64), ("length", np.int64), ("id", "S1")],
+    )
+    assert dedup.keepers(np.array([0, 0, 1, 1, 2, 2]), meta).tolist() == [1, 1, 2, 2, 5, 5]
+
+
+def corpus(folder: Path) -> list[Path]:
+    """Three shards with exact and near duplicates inside and across them."""
+    rng = random.Random(9)
+    originals = [text_of(rng, rng.randrange(20, 300)) for _ in range(150)]
+    texts = originals + [replace_words(rng, t, rng.randrange(1, 5)) for t in originals for _ in range(rng.randrange(3))]
+    texts += originals[:20]
+    rng.shuffle(texts)
+    for number in range(3):
+        part = texts[number::3]
+        rows = [documents.document(t, f"{number}/{i}", "web", quality=rng.random()) for i, t in enumerate(part)]
+        documents.write_documents(folder / str(number), rows)
+    return [path for number in range(3) for path in documents.document_shards(folder / str(number))]
+
+
+def decided(shards: list[Path], scratch: Path, partitions: int) -> tuple[np.ndarray, list[dict]]:
+    job = dedup.make_job(dedup.Config(), shards, scratch)
+    found = dedup.search(job, partitions, LocalEngine(1), lambda message: None)
+    removed = np.load(scratch / "removed.npy")
+    return removed, found["clusters"]
+
+
+def test_partitions_and_chunks_change_nothing(tmp_path, monkeypatch):
+    shards = corpus(tmp_path / "in")
+    one, clusters = decided(shards, tmp_path / "one", 1)
+    assert len(one) > 100 and len(clusters) > 50
+    seven, others = decided(shards, tmp_path / "seven", 7)
+    np.testing.assert_array_equal(one, seven)
+    assert others == clusters
+    monkeypatch.setattr(dedup_steps, "VALUES", 500)
+    monkeypatch.setattr(dedup_steps, "BATCH", 3)
+    chunked, _ = decided(shards, tmp_path / "chunked", 2)
+    np.testing.assert_array_equal(one, chunked)
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    """Every file of data/dedup but the manifest, which holds the parameters."""
+    root = folder / "data/dedup"
+    return {
+        p.relative_to(root).as_posix(): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and p.name != "manifest.json"
+    }
+
+
+def stage(tmp_path: Path, shards: list[Path], **config) -> dict[str, bytes]:
+    deps = {f"data/{name}": path.parent.parent for name, path in zip(("web", "code", "math"), shards)}
+    run_stage_for_test(dedup, config, deps=deps, outs=["data/dedup"], tmp=tmp_path)
+    return outputs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "engine,workers",
+    [("local", 2), ("local", 3), pytest.param("ray", 2, marks=[needs_ray, pytest.mark.slow])],
+)
+def test_the_same_bytes_from_any_engine_and_number_of_workers(tmp_path, engine, workers):
+    shards = corpus(tmp_path / "in")
+    expected = stage(tmp_path / "alone", shards, workers=1)
+    assert len(expected) == 8
+    assert stage(tmp_path / "many", shards, engine=engine, workers=workers) == expected
+
+
+def test_a_stage_that_stopped_goes_on_and_gives_the_same_bytes(tmp_path, monkeypatch):
+    shards = corpus(tmp_path / "in")
+    expected = stage(tmp_path / "whole", shards, workers=1)
+    write, sketches = dedup_steps.write, []
+
+    def interrupted(argument):
+        if argument[1] == 1:
+            raise KeyboardInterrupt
+        return write(argument)
+
+    interrupted.__name__ = "write"
+    with monkeypatch.context() as patch:
+        patch.setattr(dedup_steps, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage(tmp_path / "again", shards, workers=1)
+    assert not (tmp_path / "again/data/dedup").exists()
+    sketch = dedup_steps.sketch
+    monkeypatch.setattr(dedup_steps, "sketch", lambda argument: sketches.append(argument) or sketch(argument))
+    assert stage(tmp_path / "again", shards, workers=1) == expected
+    assert not sketches and not (tmp_path / "again/work/dedup").exists()
+
+
+def test_a_broken_shard_is_an_error_that_names_it(tmp_path):
+    shards = corpus(tmp_path / "in")
+    data = shards[1].read_bytes()
+    shards[1].write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=str(shards[1].name)):
+        stage(tmp_path / "out", shards, workers=1)
+
+
+def test_no_documents_is_an_error(tmp_path):
+    for name in ("web", "code", "math"):
+        documents.write_documents(tmp_path / "in" / name, [])
+    shards = [path for name in ("web", "code", "math") for path in documents.document_shards(tmp_path / "in" / name)]
+    with pytest.raises(ValueError, match="no documents"):
+        stage(tmp_path / "out", shards)
+    shutil.rmtree(tmp_path / "in")
