@@ -70,7 +70,7 @@ class Item(_Strict):
     licence: str
     domain: Literal["web", "code", "math", "encyclopedia", "prose", "chat", "swe", "model"]
     kind: str = ""
-    use: Literal["train", "evaluation"] = "train"
+    use: Literal["train", "evaluation", "negative"] = "train"
     optional: bool = False
     url_index: str = ""
     globs: tuple[str, ...] = ()

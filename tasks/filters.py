@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-Bounds = tuple[float | None, float | None]
+Bounds = tuple[float | None, float | None] | None
 UNSPACED = frozenset("zh ja th lo km my bo wuu yue".split())  # scripts without blanks between words
 _WORD = re.compile(r"\S+")
 _HAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u0f00-\u0fff]")
-_BULLET = re.compile(r"\s*(?:[-*\u2022\u2023\u25b6\u25cf\u25e6\u2013\u2014>]|\d{1,3}[.)])\s")
+BULLET = re.compile(r"\s*(?:[-*\u2022\u2023\u25b6\u25cf\u25e6\u2013\u2014>]|\d{1,3}[.)])\s")
 _SENTENCE_END = tuple(".!?;:\"'\u201d\u2019\u3002\uff01\uff1f)")
 _POLICY = re.compile(
     r"terms of (?:use|service)|privacy policy|cookie policy|uses? cookies|all rights reserved|powered by|"
@@ -100,7 +100,7 @@ def symbol_ratio(s: Stats) -> float:
 @measure
 def bullet_lines(s: Stats) -> float:
     """Share of lines that start with a bullet (Gopher: at most 0.9)."""
-    return _line_share(s, _BULLET.match)
+    return _line_share(s, BULLET.match)
 
 
 @measure
@@ -216,21 +216,32 @@ def duplicate_10grams(s: Stats) -> float:
 
 def check_rules(rules: Mapping[str, Bounds]) -> None:
     """ValueError for a rule that is not a measurement, or whose bounds are empty."""
-    for name, (low, high) in rules.items():
+    for name, bounds in rules.items():
         if name not in MEASURES:
             raise ValueError(f"web.filters: no filter {name!r}; there are {', '.join(MEASURES)}")
+        low, high = bounds or (None, None)
         if low is not None and high is not None and low > high:
             raise ValueError(f"web.filters.{name}: low {low} is above high {high}")
 
 
+def measure_rules(
+    stats: Stats, rules: Mapping[str, Bounds]
+) -> tuple[tuple[str, float] | None, dict[str, float | None]]:
+    """((rule, value) of the first rule in order that the document breaks or None, every value measured until then)."""
+    values: dict[str, float | None] = {}
+    for name, bounds in rules.items():
+        if bounds is None:  # switched off
+            continue
+        low, high = bounds
+        value = values[name] = MEASURES[name](stats)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            return (name, round(value, 6)), values
+    return None, values
+
+
 def first_violation(text: str, lang: str, rules: Mapping[str, Bounds]) -> tuple[str, float] | None:
     """(rule, measured value) of the first rule in order that the document breaks, or None."""
-    stats = Stats(text, lang)
-    for name, (low, high) in rules.items():
-        value = MEASURES[name](stats)
-        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
-            return name, round(value, 6)
-    return None
+    return measure_rules(Stats(text, lang), rules)[0]
 
 
 def main() -> None:

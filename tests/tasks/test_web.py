@@ -1,15 +1,17 @@
 """Stage web on a miniature corpus: funnel and exclusions add up, bad records are set aside, processes change nothing."""
 
+import csv
 import json
 import os
 from collections import Counter
 
 import pytest
 
-from tasks import acquire, web
+from tasks import acquire, mapshuffle, web
 from tasks.documents import read_documents, read_exclusions
 from tasks.fetch import PipIndexes
 from tasks.files import list_files, sha256_file
+from tasks.records import Record, write_records
 from tasks.stage import run_stage_for_test
 from tests.tasks.corpus_fixtures import ENGLISH, archives, corpus_list, train_language_model, write_list
 from tests.tasks.package_index import serve
@@ -19,7 +21,15 @@ CONFIG = {
     "min_lang_score": 0.2,
     "max_reject_share": 0.2,
     "filters": {"words": [20, None], "policy_lines": [None, 0.5], "lorem_ipsum": [None, 0]},
-    "quality": {"positives": ["wiki"], "negatives": ["logins"], "l2": 0.1, "bucket_count": 4, "drop_buckets": 1},
+    "quality": {
+        "sources": {
+            "encyclopedia": {"items": ["wiki"], "kind": "edited"},
+            "forms": {"items": ["logins"], "kind": "furniture"},
+        },
+        "weights": {"surface": 1.0, "fasttext": 0.25},
+        "bucket_count": 4,
+        "drop_buckets": 1,
+    },
 }
 
 
@@ -52,8 +62,10 @@ def default(acquired, tmp_path_factory):
     return run(tmp_path_factory.mktemp("default"), acquired)
 
 
-def run(tmp_path, acquired, **change):
-    run_stage_for_test(web, CONFIG | change, deps={"data/acquire": acquired}, outs=["data/web"], tmp=tmp_path)
+def run(tmp_path, acquired, records=(), **change):
+    write_records(tmp_path / "ingest", records)
+    deps = {"data/acquire": acquired, "data/ingest": tmp_path / "ingest"}
+    run_stage_for_test(web, CONFIG | change, deps=deps, outs=["data/web"], tmp=tmp_path)
     return tmp_path / "data/web", json.loads((tmp_path / "metrics/web.json").read_text())
 
 
@@ -74,11 +86,17 @@ def test_documents_scores_and_provenance(default):
 
 def test_funnel_and_exclusions_add_up(default):
     out, metrics = default
-    funnel = list(metrics["funnel"].items())
+    with open(out / "audit/funnel.csv") as file:
+        table = list(csv.DictReader(file))
+    funnel = [(row["step"], int(row["documents_left"])) for row in table]
+    assert dict(funnel) == metrics["funnel"]
+    assert {row["step"]: int(row["bytes_left"]) for row in table} == metrics["funnel_bytes"]
     removed = Counter(r["reason"] for r in read_exclusions(out))
     assert dict(removed) == metrics["removed"]
     for (_, before), (name, after) in zip(funnel, funnel[1:], strict=False):
-        assert before - after == removed[name[3:]]
+        assert before - after == removed[name]
+    pages = [d for d in read_documents(out) if d["domain"] == "web"]
+    assert metrics["funnel_bytes"]["quality_bucket"] == sum(len(d["text"].encode()) for d in pages)
     assert funnel[0][1] == 27 + 24 + 2 and funnel[-1][1] == metrics["documents"]["web"]
     assert removed["policy_lines"] + removed["words"] + removed["quality_bucket"] > 0
     assert removed["lorem_ipsum"] == 1 and removed["min_chars"] >= 1
@@ -130,7 +148,7 @@ def test_truncated_and_empty_warc_files_cost_only_what_they_lost(acquired, tmp_p
     out, metrics = run(tmp_path, copied)
     reasons = {json.loads(line)["reason"] for line in (out / "rejects/part-00000.jsonl").read_text().splitlines()}
     assert "empty_file" in reasons and reasons & {"truncated_record", "truncated_file"}
-    assert 40 < metrics["funnel"]["01_pages"] < 53
+    assert 40 < metrics["funnel"]["pages"] < 53
 
 
 def test_too_many_bad_records_fail_the_stage(acquired, tmp_path):
@@ -153,7 +171,9 @@ def test_mistakes_in_parameters_are_named(acquired, tmp_path):
 
 
 def test_a_corpus_without_quality_examples_is_not_scored(acquired, tmp_path):
-    out, metrics = run(tmp_path, acquired, quality=CONFIG["quality"] | {"negatives": ["nothing"]})
+    out, metrics = run(
+        tmp_path, acquired, quality=CONFIG["quality"] | {"sources": {"none": {"items": ["nothing"], "kind": "mail"}}}
+    )
     assert metrics["quality"]["trained"] == 0 and "quality_bucket" not in metrics["removed"]
     assert {d["quality"] for d in read_documents(out)} == {None}
 
@@ -176,3 +196,69 @@ def test_tagged_prose_is_untagged():
     tagged = "\n\n\tThe/at jury/nn said/vbd ``/`` no/at evidence/nn ''/'' ,/, and/cc left/vbd ./.\n\n\n\tIt/pps ended/vbd ./.\n"
     assert untag(tagged) == 'The jury said "no evidence", and left.\n\nIt ended.'
     assert untag("and/or he said, 50 km/h is fine here and there") == "and/or he said, 50 km/h is fine here and there"
+
+
+def test_records_of_the_user_go_the_way_of_pages(acquired, tmp_path):
+    long = " ".join(ENGLISH.replace("lighthouse", word) for word in ("chapel", "inn", "dock"))
+    records = [
+        Record("r1", "html", f"<html><title>T</title><body><p>{long}</p></body></html>".encode(), "a.html", "http://u/1", "mine"),
+        Record("r2", "text", long.replace("harbour", "bay").encode("utf-16"), "b.txt", "", "mine", licence="CC0-1.0"),
+        Record("r3", "text", b"too short", "c.txt", "", "mine"),
+        Record("r4", "html", b"%PDF-1.7", "d.html", "", "mine"),
+        Record("r5", "code", b"print(1)", "e.py", "", "mine"),
+    ]  # fmt: skip
+    out, metrics = run(tmp_path, acquired, records, quality=CONFIG["quality"] | {"drop_buckets": 0})
+    mine = {d["url"]: d for d in read_documents(out) if d["source"] == "mine"}
+    assert set(mine) == {"http://u/1", "b.txt"} and all(d["lang"] == "en" for d in mine.values())
+    assert (
+        json.loads(mine["b.txt"]["meta"])["licence"] == "CC0-1.0" and "at the end of the bay" in mine["b.txt"]["text"]
+    )
+    assert [r["reason"] for r in read_exclusions(out) if r["source"] == "mine"] == ["min_chars"]
+    lines = [json.loads(line) for line in (out / "rejects/part-00000.jsonl").read_text().splitlines()]
+    assert [(x["id"], x["reason"]) for x in lines if x["id"][0] == "r"] == [("r4", "not_text")]
+
+
+def test_a_killed_run_resumes_by_unit(acquired, tmp_path, monkeypatch):
+    """The first try dies in the second pass: the second try reads no unit again and gives the output of an undisturbed run."""
+    whole = run(tmp_path / "whole", acquired)[0]
+    calls = []
+    real_read, real_score = web.read_unit, web.score_unit
+    monkeypatch.setattr(web, "read_unit", lambda task: calls.append(task.name) or real_read(task))
+    monkeypatch.setattr(mapshuffle.LocalEngine, "_run", in_this_process)
+
+    def dies(task):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(web, "score_unit", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", acquired)
+    assert calls and not (tmp_path / "killed/data/web").exists()
+    monkeypatch.setattr(web, "score_unit", real_score)
+    done = len(calls)
+    out = run(tmp_path / "killed", acquired)[0]
+    assert len(calls) == done
+    assert contents(out) == contents(whole)
+
+
+def in_this_process(self, tasks):
+    for name, arguments in tasks:
+        mapshuffle.run_shard(*arguments)
+        yield name
+
+
+def contents(out):
+    return {p.relative_to(out): sha256_file(p) for p in list_files(out) if p.name != "manifest.json"}
+
+
+def test_audit_shows_texts_on_both_sides_of_a_threshold(default):
+    out, _ = default
+    samples = json.loads((out / "audit/samples.json").read_text())
+    assert samples["lorem_ipsum"]["removed"][0][1] == 2.0 and samples["lorem_ipsum"]["kept"]
+    kept = [value for _, value, *_ in samples["quality"]["kept"]]
+    assert max(value for _, value, *_ in samples["quality"]["removed"]) < min(kept)
+    page = (out / "audit/index.html").read_text()
+    assert ENGLISH[:60] in page and "<h2>Funnel</h2>" in page and "<h2>lorem_ipsum</h2>" in page
+    licences = (out / "audit/licences.csv").read_text().splitlines()
+    assert licences[0].startswith("licence,documents,bytes") and any(
+        line.startswith("CC-BY-SA-4.0,32,") for line in licences
+    )
