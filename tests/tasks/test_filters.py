@@ -1,5 +1,8 @@
 """Each measurement against a value worked out by hand, and the order of rules."""
 
+import random
+from collections import Counter
+
 import pytest
 
 from tasks import filters
@@ -31,6 +34,24 @@ from tasks.filters import MEASURES, Stats, check_rules, duplicate_ngram_share, f
         ("top_4gram", "a b c d e", "en", 0),
         ("duplicate_5grams", "a b c d e a b c d e", "en", 0.5),
         ("duplicate_10grams", "a b c d e a b c d e", "en", 0),
+        ("hash_ratio", "# a #b c", "en", 2 / 4),
+        ("ellipsis_ratio", "a... b \u2026 c", "en", 2 / 4),
+        ("different_stop_words", "The cat and the dog of The house", "en", 3),
+        ("different_stop_words", "the", "fr", None),
+        ("sentences", 'One. Two! "Three?" v1.2 is no end', "en", 3),
+        ("sentences", "\u4eca\u5929\u3002\u597d\uff01", "zh", 2),
+        ("few_word_lines", "one two\none two three\nx\na b c d", "en", 0.5),
+        ("few_word_lines", "\u4eca\u5929", "zh", None),
+        ("curly_brackets", "a { b } c", "en", 2 / 5),
+        ("javascript_lines", "Enable JavaScript\na\nb\nc", "en", 0.25),
+        ("newline_ratio", "a b\nc d\n", "en", 0.5),
+        ("duplicate_paragraph_chars", "aaa\n\nb\n\naaa\n\nccc", "en", 0.3),
+        ("top_3gram", "ab c d ab c d x", "en", 8 / 9),
+        ("top_3gram", "\u4eca\u5929\u597d\u4eca\u5929\u597d", "zh", 1.0),
+        ("duplicate_6grams", "a b c d e f a b c d e f", "en", 0.5),
+        ("duplicate_7grams", "a b c d e f a b c d e f", "en", 0),
+        ("duplicate_8grams", "a b c d e f g h x a b c d e f g h", "en", 8 / 17),
+        ("duplicate_9grams", "a b c d e f g h x a b c d e f g h", "en", 0),
     ],
 )
 def test_measurements(name, text, lang, value):
@@ -45,8 +66,33 @@ def test_every_measurement_is_tested_and_stands_an_empty_text():
 
 
 def test_overlapping_repeats_are_counted_once():
-    assert duplicate_ngram_share(["a"] * 10, 2) == pytest.approx(9 / 10)  # the second 2-gram on: words 2..10
-    assert top_ngram_share(["a"] * 10, 2) == 1.0
+    stats = Stats("a " * 10, "en")
+    assert duplicate_ngram_share(stats, 2) == pytest.approx(9 / 10)  # the second 2-gram on: words 2..10
+    assert top_ngram_share(stats, 2) == 1.0
+
+
+def test_ngram_shares_equal_a_plain_count():
+    """Against the definitions spelled out with tuples, on random words of different lengths."""
+    rng = random.Random(0)
+    for trial in range(30):
+        words = [rng.choice(["a", "bb", "ccc", "dddd"][: 2 + trial % 3]) for _ in range(rng.randrange(1, 60))]
+        total = sum(map(len, words))
+        for n in (2, 3, 5):
+            grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+            counts = Counter(grams)
+            best = max(((c, len("".join(g))) for g, c in counts.items()), default=(1, 0))
+            top = min(1.0, best[0] * best[1] / total) if best[0] > 1 else 0.0
+            inside = {j for i, g in enumerate(grams) if g in grams[:i] for j in range(i, i + n)}
+            stats = Stats(" ".join(words), "en")
+            assert top_ngram_share(stats, n) == pytest.approx(top)
+            assert duplicate_ngram_share(stats, n) == pytest.approx(sum(len(words[j]) for j in inside) / total)
+
+
+def test_a_rule_that_is_null_is_off():
+    check_rules({"words": None})
+    assert first_violation("a", "en", {"words": None, "sentences": (3, None)}) == ("sentences", 0)
+    with pytest.raises(ValueError, match="no filter 'wrods'"):
+        check_rules({"wrods": None})
 
 
 def test_first_violation_follows_the_order_of_the_rules():
