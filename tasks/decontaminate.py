@@ -261,5 +261,5 @@ def run(stage: Stage) -> None:
 
 
 def label(item: str) -> str:
-    """The set that an item is of: `problems` of problems:3, `gsm8k` or `gold/gsm8k` of a file in a folder."""
-    return "/".join(item.split("/")[:2]) if "/" in item else item.partition(":")[0]
+    """The set that an item is of: `problems` of problems:3, `gold/gsm8k` of gold/gsm8k/test.jsonl:7."""
+    return "/".join(item.partition(":")[0].split("/")[:2])
