@@ -28,8 +28,8 @@ class SemdedupConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    threshold: float = Field(0.9, gt=0, le=1, description="cosine similarity from which two pages are compared")
-    shared: float = Field(0.4, ge=0, le=1, description="share of the shorter page's word trigrams that both must have")
+    threshold: float = Field(0.85, gt=0, le=1, description="cosine similarity from which two pages are compared")
+    shared: float = Field(0.6, ge=0, le=1, description="share of the shorter page's word trigrams that both must have")
     cluster_size: int = Field(500, ge=2, description="documents per cluster that k-means aims at")
     max_cluster: int = Field(5000, ge=2, description="larger clusters are split again")
 
