@@ -21,6 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from tasks import storage
+
 COLUMNS = ("id", "text", "source", "url", "domain", "lang", "meta")
 DOMAINS = ("web", "code", "math", "encyclopedia", "prose", "chat", "swe", "long")
 EXCLUSION_SCHEMA = pa.schema(
@@ -100,9 +102,10 @@ def write_documents(
     A row holds the string columns of `COLUMNS` (text, source and domain are required; id is computed when absent; meta may
     be a mapping) and any number of float scores. Scores that only some rows have become null elsewhere; `scores` names
     columns that must exist even when no row has them. Every shard gets the same columns.
+    Where the stage's outputs go to an object store, each shard does once it is written (tasks/storage.py).
     Returns {"documents", "bytes" (UTF-8), "domains": {domain: count}}. ValueError names the document that is malformed.
     """
-    folder = Path(directory) / "documents"
+    folder, prefix = Path(directory) / "documents", storage.prefix_of(directory)
     if rows_per_shard < 1:
         raise ValueError(f"rows_per_shard must be positive, got {rows_per_shard}")
     names: set[str] = set(scores)
@@ -121,12 +124,16 @@ def write_documents(
         path = folder / f"part-{len(shards):05d}.parquet"
         write_table(path, pa.Table.from_pylist(shard, schema=_schema(names)))
         shards.append((path, frozenset(names)))
+        if prefix:
+            storage.put(path, prefix)
         if len(shard) < rows_per_shard:
             break
     for path, present in shards:  # a score first seen in a later shard: give the earlier ones its null column
         if present != names:
-            rows_again = pq.read_table(path).to_pylist()
+            rows_again = pq.read_table(storage.local(path)).to_pylist()
             write_table(path, pa.Table.from_pylist(rows_again, schema=_schema(names)))
+            if prefix:
+                storage.put(path, prefix)
     return {"documents": documents, "bytes": size, "domains": dict(sorted(domains.items()))}
 
 
@@ -147,7 +154,7 @@ def read_documents(directory: str | Path, columns: Sequence[str] | None = None) 
 def read_shard(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield one shard's rows; ValueError with the file's name when it is no parquet file or lacks a base column."""
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(storage.local(path))
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from None
     with file:
@@ -165,7 +172,7 @@ def read_shard(path: Path, columns: Sequence[str] | None = None) -> Iterator[dic
 def read_footer(path: Path) -> tuple[int, list[str]]:
     """(rows, columns) of one shard from its footer; ValueError names a file that is no parquet file."""
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(storage.local(path)) as file:
             return file.metadata.num_rows, file.schema_arrow.names
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from None
@@ -173,7 +180,8 @@ def read_footer(path: Path) -> tuple[int, list[str]]:
 
 def count_documents(directory: str | Path) -> int:
     """Number of documents, from the parquet footers alone."""
-    return sum(read_footer(path)[0] for path in document_shards(directory))
+    pointers = ((path, storage.read_pointer(path)) for path in document_shards(directory))
+    return sum(pointer.rows if pointer else read_footer(path)[0] for path, pointer in pointers)
 
 
 class Exclusions:

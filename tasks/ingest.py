@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
+from tasks import storage
 from tasks.files import atomic_write
 from tasks.mapshuffle import EngineConfig, open_engine
 from tasks.readers import Limits, Rejected
@@ -40,9 +41,12 @@ class Config(EngineConfig):
     )
 
 
-def read_into(task: tuple[Unit, str, Limits, int]) -> dict[str, Any]:
-    """Read a unit into shards below a folder, going on where its journal ends; returns the journal."""
-    unit, name, limits, shard_bytes = task
+def read_into(task: tuple[Unit, str, Limits, int, str]) -> dict[str, Any]:
+    """Read a unit into shards below a folder, going on where its journal ends; returns the journal.
+
+    Each shard goes to the object store `prefix` when there is one, and its place in the folder is a pointer.
+    """
+    unit, name, limits, shard_bytes, prefix = task
     folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / "journal.json"
@@ -60,7 +64,8 @@ def read_into(task: tuple[Unit, str, Limits, int]) -> dict[str, Any]:
 
         def save() -> None:
             if state["shards"] < writer.shards:
-                _sync(folder / f"part-{writer.shards - 1:05d}.parquet")
+                shard = folder / f"part-{writer.shards - 1:05d}.parquet"
+                storage.put(shard, prefix) if prefix else _sync(shard)
             rejects.flush()
             os.fsync(rejects.fileno())
             state.update(shards=writer.shards, reject_bytes=rejects.tell(), kinds=dict(sorted(kinds.items())))
@@ -109,7 +114,8 @@ def run(stage: Stage) -> None:
     if units:
         size = sum(max(0, f.size) for u in units for f in u.files)
         stage.print(f"{len(sources)} sources, {sum(len(u.files) for u in units)} files, {size / 1e6:.1f} MB")
-    tasks = {u.identity: (u, str(scratch / u.identity), limits, shard_bytes) for u in units}
+    prefix = storage.prefix_of(out)
+    tasks = {u.identity: (u, str(scratch / u.identity), limits, shard_bytes, prefix) for u in units}
     with open_engine(config) as engine:
         journals = engine.map(read_into, tasks, scratch / "units")
         shards = _collect(stage, units, stage.progress(journals, len(units), "units"), numbers, kinds, skipped)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from tasks.records import Record, record_id
-from tasks.storage import InputFile, open_file
+from tasks.remote import InputFile, open_file
 
 GZIP, ZSTD, ZSTD_DICTIONARY = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x5d\x2a\x4d\x18"
 _BLOCK = 1 << 16

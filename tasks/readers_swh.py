@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from tasks.readers import DATA_ERRORS, Limits, Rejected, make_record, open_plain, read_lines
 from tasks.readers_table import FIELDS, Large, batch_rows, parquet_batches
 from tasks.records import Record
-from tasks.storage import InputFile, open_file
+from tasks.remote import InputFile, open_file
 
 _OTHERS = 8  # further places of one content that its record lists
 

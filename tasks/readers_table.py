@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from tasks.readers import DATA_ERRORS, Expansion, Limits, Rejected, make_record, open_plain, read_lines
 from tasks.records import Record
-from tasks.storage import InputFile, local_path, open_file, scheme
+from tasks.remote import InputFile, local_path, open_file, scheme
 
 FIELDS = ("url", "lang", "licence", "charset")
 _BATCH_BYTES = 4 << 20

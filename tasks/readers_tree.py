@@ -16,7 +16,7 @@ from tasks.archives import ArchiveError, matches, read_archive, safe_path
 from tasks.archives import Limits as ArchiveLimits
 from tasks.readers import DATA_ERRORS, Limits, Rejected, make_record, open_plain, read_bounded
 from tasks.records import Record
-from tasks.storage import InputFile, as_local, local_path, open_file
+from tasks.remote import InputFile, as_local, local_path, open_file
 
 ARCHIVES = (".zip", ".whl", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LICENCE = re.compile(r"(?i)(un)?(licen[cs]e|copying)([.-].*)?")

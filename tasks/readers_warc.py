@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.readers import DATA_ERRORS, Expansion, Limits, Rejected, make_record, open_plain
 from tasks.records import Record
-from tasks.storage import InputFile
+from tasks.remote import InputFile
 from tasks.warc import BadRecord, Page, read_stream
 
 TYPES = ("response", "resource", "conversion")

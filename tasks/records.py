@@ -22,6 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from tasks import storage
+
 KINDS = ("html", "pdf", "code", "text")
 ROW_GROUP_BYTES = 8 << 20
 ROW_GROUP_ROWS = 4096
@@ -156,7 +158,7 @@ def read_record_shard(path: str | Path, kinds: Collection[str] = KINDS) -> Itera
     if unknown:
         raise ValueError(f"no such kind of record: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(storage.local(path))
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from None
     with file:

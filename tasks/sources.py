@@ -28,7 +28,7 @@ from tasks.readers_table import read_arrow, read_jsonl, read_parquet
 from tasks.readers_tree import ARCHIVES, read_git, read_page_file, read_tree_file, resolve_ref, tree_files
 from tasks.readers_warc import read_warc_file
 from tasks.records import Record
-from tasks.storage import InputFile, list_inputs, local_path, open_file, scheme
+from tasks.remote import InputFile, list_inputs, local_path, open_file, scheme
 
 PACKED = ("", ".gz", ".zst")
 Kind = Literal["html", "pdf", "code", "text"]

@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tasks import storage
 from tasks.files import (
     atomic_write,
     content_hash,
@@ -86,6 +87,8 @@ class Stage:
             staging = final.with_name(f".{final.name}.partial")
             remove(staging)
             staging.mkdir(parents=True)
+            if self.params.get("storage"):
+                storage.mark(staging, f"{storage.check_prefix(self.params['storage'])}/{path}")
             self._staging[path] = staging
         return self._staging[path]
 
@@ -223,6 +226,7 @@ class Stage:
         if missing:
             raise AssertionError(f"stage {self.name} ended without writing {missing}")
         for staging in self._staging.values():
+            storage.put_all(staging)
             atomic_write(staging / "manifest.json", json.dumps(self.manifest(staging), indent=1, sort_keys=True) + "\n")
             fsync_tree(staging)
         for path in self.spec.metrics:

@@ -1,272 +1,213 @@
-"""Files behind addresses: local paths, http(s):// and s3:// through fsspec, with retries; shards on an object store.
+"""Shards on an object store (DESIGN.md section 4): where `storage:` of params.yaml names a prefix such as s3://bucket/run1.
 
-A stage's out may hold, instead of a table's shards, `<table>/shards.json`: the addresses, sizes, hashes and row counts of
-shards on the object store that `storage:` of params.yaml names (DESIGN.md section 4). Objects are named by their hash, are
-never overwritten, and are listed only after they were written whole. Credentials and endpoints come from the environment
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from parameters.
+Each shard of documents, records or tokens is then an object, and the file of its name in the stage's out is a pointer: one
+JSON line with address, bytes, sha256 and rows. The pointers are the manifest that DVC keeps; readers open either kind of
+file by `local(path)`. Objects are named by their content and never overwritten, so that a rerun uploads nothing twice; a
+pointer is written only when its object is there whole. Credentials and endpoint come from the environment (AWS_*).
+
+    python -m tasks.storage data/web          lists the stored shards of a directory and checks that each is there
 """
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import io
+import argparse
+import hashlib
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-SCHEMES = ("http", "https", "s3")
-BLOCK_BYTES = 4 << 20
-ATTEMPTS = 6
-FIRST_WAIT_S = 0.2
-# Answers of a server that another try does not change.
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
+from tasks.files import atomic_write, sha256_file
+from tasks.params import ROOT
+from tasks.remote import BLOCK_BYTES, Interrupted, file_system, open_file, retry, scheme
 
-
-class Interrupted(Exception):
-    """The other side could not be reached, after every retry. Never a fault of the data: the run must stop and resume."""
+MARK = ".storage"
+SHARDS = ("documents/part-*.parquet", "records/part-*.parquet", "train/*.bin", "val/*.bin")
+_HEAD = b'{"address":'
+_EVICT_AFTER_S = 600
 
 
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """A file to read. `name` is relative to what the source lists, the same on every machine."""
+@dataclass(frozen=True)
+class Pointer:
+    """One object of a store. `rows` is -1 where the file is no table."""
 
     address: str
-    name: str
-    size: int = -1  # -1: the server does not say
-    version: str = ""  # time stamp or entity tag: a changed file is another input
-    refused: str = ""  # why it must not be opened: "symlink", "unsafe_path"
+    bytes: int
+    sha256: str
+    rows: int
+
+    def write(self, path: Path) -> None:
+        atomic_write(path, json.dumps(asdict(self), separators=(",", ":")) + "\n")
 
 
-def scheme(address: str) -> str:
-    """ "" for a local path, else one of SCHEMES; ValueError for anything else (chained file systems too)."""
-    head, separator, rest = address.partition("://")
-    if not separator or head == "file":
-        return ""
-    if head not in SCHEMES or "::" in address:
-        raise ValueError(f"{address}: expected a local path or one of {', '.join(s + '://' for s in SCHEMES)}")
-    return head
+def check_prefix(prefix: str) -> str:
+    """The prefix without its last slash; ValueError when it is no s3:// address."""
+    if not isinstance(prefix, str) or scheme(prefix) != "s3" or not prefix.removeprefix("s3://").strip("/"):
+        raise ValueError(f"params.yaml: storage: expected an address like s3://bucket/prefix, found {prefix!r}")
+    return prefix.rstrip("/")
 
 
-def local_path(address: str) -> Path:
-    return Path(os.path.expanduser(address.removeprefix("file://")))
+def mark(directory: Path, prefix: str) -> None:
+    """Say that the shards written below `directory` go to `prefix`. The mark is no part of the output."""
+    (Path(directory) / MARK).write_text(check_prefix(prefix), encoding="utf-8")
 
 
-def file_system(address: str) -> tuple[Any, str]:
-    """(fsspec file system, path in it) of a remote address."""
-    import fsspec
-
-    options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme(address) == "s3":
-        options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
-        if not (os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_PROFILE")) and not _aws_files():
-            options["anon"] = True  # public buckets need no account
-    return fsspec.core.url_to_fs(address, **options)
+def prefix_of(directory: Path) -> str:
+    """Where the shards of a directory go; "" for the local disk."""
+    path = Path(directory) / MARK
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _aws_files() -> bool:
-    names = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    roles = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
-    return any(os.environ.get(n) for n in (*names, *roles)) or (Path.home() / ".aws").is_dir()
-
-
-def retry(action: Callable[[], Any], what: str) -> Any:
-    """`action()`, again after growing waits while the connection fails; Interrupted when it never succeeds."""
-    wait = FIRST_WAIT_S
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return action()
-        except _FINAL:
-            raise
-        except Exception as error:  # aiohttp, botocore and fsspec each raise their own kinds for one lost connection
-            if attempt == ATTEMPTS:
-                raise Interrupted(f"{what}: {type(error).__name__}: {error} (after {ATTEMPTS} attempts)") from error
-        time.sleep(wait)
-        wait *= 2
-    raise AssertionError
-
-
-class RemoteReader(io.RawIOBase):
-    """A seekable reader of one remote file by range requests: a lost connection costs one block, asked for again."""
-
-    def __init__(self, address: str):
-        self.address = address
-        self._fs, self._path = file_system(address)
-        info = retry(lambda: self._fs.info(self._path), address)
-        size = info.get("size")
-        if size is None or info.get("partial") is False:
-            raise ValueError(f"{address}: the server gives no size or no ranges")
-        self.size, self._at = int(size), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self.size, self._at + len(buffer))
-        if end <= self._at:
-            return 0
-        data = retry(lambda: self._range(self._at, end), f"{self.address} bytes {self._at}-{end}")
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def _range(self, start: int, end: int) -> bytes:
-        data = self._fs.cat_file(self._path, start=start, end=end)
-        if len(data) != end - start:
-            raise OSError(f"got {len(data)} of {end - start} bytes")
-        return data
-
-
-class _Whole(io.RawIOBase):
-    """A reader of a server that knows no ranges: from the beginning again, up to the place, after a lost connection."""
-
-    def __init__(self, address: str):
-        self.address, self._at, self._stream = address, 0, None
-        self._fs, self._path = file_system(address)
-
-    def readable(self) -> bool:
-        return True
-
-    def _read(self, size: int) -> bytes:
-        if self._stream is None:
-            self._stream = self._fs.open(self._path, "rb", block_size=0)
-            left = self._at
-            while left and (data := self._stream.read(min(left, BLOCK_BYTES))):
-                left -= len(data)
-            if left:
-                raise OSError("the file became shorter")
-        try:
-            return self._stream.read(size)
-        except BaseException:
-            self._stream = None
-            raise
-
-    def readinto(self, buffer: Any) -> int:
-        data = retry(lambda: self._read(len(buffer)), f"{self.address} at byte {self._at}")
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def open_file(address: str) -> BinaryIO:
-    """A buffered reader of a local or remote file. Remote errors are Interrupted or FileNotFoundError/PermissionError."""
-    if not scheme(address):
-        return open(local_path(address), "rb")
+def read_pointer(path: Path) -> Pointer | None:
+    """What a pointer file says, or None when the file is the shard itself. FileNotFoundError when it is not there."""
+    with open(path, "rb") as handle:
+        if handle.read(len(_HEAD)) != _HEAD:
+            return None
+        text = _HEAD + handle.read(1 << 16)
     try:
-        return io.BufferedReader(RemoteReader(address), BLOCK_BYTES)
-    except ValueError:
-        return io.BufferedReader(_Whole(address), BLOCK_BYTES)
+        return Pointer(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: a damaged pointer to a stored shard ({error})") from None
 
 
-# ---- listing -----------------------------------------------------------------------------------------------------
+def _rows(path: Path) -> int:
+    if path.suffix != ".parquet":
+        return -1
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(path).num_rows
 
 
-def list_inputs(address: str, suffixes: tuple[str, ...] = ()) -> list[InputFile]:
-    """The files that a path, a directory or a glob (`*`, `?`, `[a-z]`, `**`) names, sorted; FileNotFoundError for none.
+def put(path: Path, prefix: str) -> Pointer:
+    """Upload a file and put its pointer in its place; the same content is uploaded once. Interrupted when it cannot be."""
+    known = read_pointer(path)
+    if known is not None:
+        return known
+    digest, size = sha256_file(path), path.stat().st_size
+    pointer = Pointer(f"{prefix}/{digest[:2]}/{digest}{path.suffix}", size, digest, _rows(path))
+    fs, key = file_system(pointer.address)
 
-    `suffixes` limits what is taken from directories, not what is named or matched. Symbolic links below a directory come
-    out refused: nothing outside it is ever read.
+    def upload() -> None:
+        if not _has(fs, key, size):
+            fs.put_file(str(path), key)  # an object appears only when all of it has arrived
+            if not _has(fs, key, size):
+                raise OSError("the object is not there, or not whole, after its upload")
+
+    try:
+        retry(upload, f"{path} to {pointer.address}")
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"storage: {pointer.address} cannot be written ({error or type(error).__name__})") from None
+    pointer.write(path)
+    return pointer
+
+
+def _has(fs: object, key: str, size: int) -> bool:
+    try:
+        return fs.info(key)["size"] == size
+    except FileNotFoundError:
+        return False
+
+
+def put_all(directory: Path) -> int:
+    """Upload every shard of a marked directory that is still a file, and remove the mark; how many shards are stored."""
+    prefix, directory = prefix_of(directory), Path(directory)
+    if not prefix:
+        return 0
+    paths = sorted(p for pattern in SHARDS for p in directory.glob(pattern) if p.stat().st_size)
+    for path in paths:
+        put(path, prefix)
+    (directory / MARK).unlink()
+    return len(paths)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("ARCLINE_CACHE") or ROOT / "work" / "cache") / "shards"
+
+
+def local(path: str | Path) -> Path:
+    """The shard's bytes as a local file: itself, or a copy of the stored object whose hash was checked.
+
+    Copies stay in a cache (ARCLINE_CACHE, work/cache) of ARCLINE_CACHE_GB, 16 unless told; the longest unused go first.
+    ValueError when the object is gone or is another than its pointer says, Interrupted when the store cannot be reached.
     """
-    files = _list_remote(address, suffixes) if scheme(address) else _list_local(address, suffixes)
-    if not files:
-        raise FileNotFoundError(
-            f"{address}: no file there" + (f" that ends in {' '.join(suffixes)}" if suffixes else "")
-        )
-    return sorted(files, key=lambda f: f.name)
-
-
-def _static_prefix(pattern: str) -> str:
-    """The directory before the first component with a glob character."""
-    parts = pattern.split("/")
-    first = next((i for i, p in enumerate(parts) if glob.has_magic(p)), len(parts) - 1)
-    return "/".join(parts[:first])
-
-
-def _local_file(path: str, name: str) -> InputFile:
-    if os.path.islink(path):
-        return InputFile(path, name, refused="symlink")
-    state = os.stat(path)
-    return InputFile(path, name, state.st_size, str(state.st_mtime_ns))
-
-
-def _list_local(address: str, suffixes: tuple[str, ...]) -> list[InputFile]:
-    path = str(local_path(address))
-    if os.path.isfile(path):
-        state = os.stat(path)  # named by the user: a link is followed
-        return [InputFile(path, os.path.basename(path), state.st_size, str(state.st_mtime_ns))]
-    found = []
-    if os.path.isdir(path):
-        for folder, directories, names in os.walk(path):
-            for directory in directories:
-                full = os.path.join(folder, directory)
-                if os.path.islink(full):
-                    found.append(InputFile(full, os.path.relpath(full, path), refused="symlink"))
-            for name in names:
-                full = os.path.join(folder, name)
-                if name.lower().endswith(suffixes or "") and (os.path.islink(full) or os.path.isfile(full)):
-                    found.append(_local_file(full, os.path.relpath(full, path)))
-        return found
-    root = _static_prefix(path) or ("/" if path.startswith("/") else ".")
-    for match in glob.glob(path, recursive=True, include_hidden=True):
-        if os.path.isfile(match):
-            found.append(_local_file(match, os.path.relpath(match, root)))
-        elif os.path.isdir(match) and not os.path.islink(match):
-            base = os.path.relpath(match, root)
-            found += [
-                InputFile(f.address, os.path.join(base, f.name), f.size, f.version, f.refused)
-                for f in _list_local(match, suffixes)
-            ]
-    return list({f.address: f for f in found}.values())
-
-
-def _list_remote(address: str, suffixes: tuple[str, ...]) -> list[InputFile]:
-    fs, path = file_system(address)
-
-    def entries() -> dict[str, dict]:
-        if glob.has_magic(path) and not (scheme(address) != "s3" and "?" in address and "*" not in address):
-            return {k: v for k, v in fs.glob(path, detail=True).items() if v.get("type") == "file"}
-        if scheme(address) == "s3" and not fs.isfile(path):
-            return {k: v for k, v in fs.find(path, detail=True).items() if k.lower().endswith(suffixes or "")}
-        return {path: fs.info(path)}
-
-    root = _static_prefix(path)
-    found = []
-    for name, info in retry(entries, address).items():
-        base = root if glob.has_magic(path) else path if name != path else path.rpartition("/")[0]
-        relative = name[len(base) :].lstrip("/") if name.startswith(base) else name
-        size, tag = info.get("size"), info.get("ETag") or info.get("LastModified") or ""
-        if info.get("type", "file") == "file":
-            found.append(
-                InputFile(fs.unstrip_protocol(name), relative, -1 if size is None else int(size), str(tag).strip('"'))
-            )
-    return found
-
-
-@contextlib.contextmanager
-def as_local(file: InputFile, folder: Path) -> Iterator[Path]:
-    """The file as a local path; a remote one is copied below `folder` while in use."""
-    if not scheme(file.address):
-        yield local_path(file.address)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / os.path.basename(file.name)
+    path = Path(path)
+    pointer = read_pointer(path)
+    if pointer is None:
+        return path
+    target = cache_folder() / f"{pointer.sha256}{Path(pointer.address).suffix}"
+    if target.is_file() and target.stat().st_size == pointer.bytes:
+        os.utime(target)
+        return target
+    _make_room(pointer.bytes)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with open_file(file.address) as stream, open(target, "wb") as out:
-            while block := stream.read(BLOCK_BYTES):
-                out.write(block)
-        yield target
+        digest = _download(pointer, staging)
+        if digest != pointer.sha256:
+            raise ValueError(f"{path}: {pointer.address} has sha256 {digest}, expected {pointer.sha256}")
+        os.replace(staging, target)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the stored shard {pointer.address} is not there any more") from None
     finally:
-        target.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
+    return target
+
+
+def _download(pointer: Pointer, target: Path) -> str:
+    digest = hashlib.sha256()
+    with open_file(pointer.address) as stream, open(target, "wb") as out:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            out.write(block)
+    return digest.hexdigest()
+
+
+def _make_room(size: int) -> None:
+    bound = float(os.environ.get("ARCLINE_CACHE_GB") or 16) * 1e9
+    files = []
+    for path in cache_folder().glob("*"):
+        try:
+            files.append((path.stat().st_mtime, path.stat().st_size, path))
+        except FileNotFoundError:
+            continue
+    total = sum(f[1] for f in files) + size
+    for used, length, path in sorted(files):
+        if (
+            total <= bound or time.time() - used < _EVICT_AFTER_S
+        ):  # one in use stays readable, one about to be must stay
+            break
+        path.unlink(missing_ok=True)
+        total -= length
+
+
+def stored(directory: Path) -> Iterator[tuple[Path, Pointer]]:
+    """The pointers of a stage's output directory."""
+    for path in sorted(p for pattern in SHARDS for p in Path(directory).glob(pattern)):
+        if (pointer := read_pointer(path)) is not None:
+            yield path, pointer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="List the stored shards of a directory; exit 1 when one is missing.")
+    parser.add_argument("directory", type=Path)
+    missing = 0
+    for path, pointer in stored(parser.parse_args(argv).directory):
+        fs, key = file_system(pointer.address)
+        try:
+            there = retry(lambda fs=fs, key=key, size=pointer.bytes: _has(fs, key, size), pointer.address)
+        except Interrupted as error:
+            raise SystemExit(f"error: {error}") from None
+        missing += not there
+        print(
+            f"{pointer.rows:>9} rows {pointer.bytes:>12} bytes  {path.name}  {pointer.address}{'' if there else '  MISSING'}"
+        )
+    raise SystemExit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    main()

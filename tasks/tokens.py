@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from tasks import storage
+
 SPLITS = ("train", "val")
 VAL_FRACTION = 0.05
 
@@ -126,10 +128,11 @@ class TokenShard:
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path = Path(path)
         self.offsets = np.load(self.path.with_suffix(".idx"), allow_pickle=False)
-        size = self.path.stat().st_size // dtype.itemsize
-        if size * dtype.itemsize != self.path.stat().st_size or int(self.offsets[-1]) != size:
+        data = storage.local(self.path)
+        size = data.stat().st_size // dtype.itemsize
+        if size * dtype.itemsize != data.stat().st_size or int(self.offsets[-1]) != size:
             raise ValueError(f"{self.path}: holds {size} tokens, but its index ends at {int(self.offsets[-1])}")
-        self.tokens = np.memmap(self.path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
+        self.tokens = np.memmap(data, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -22,6 +22,8 @@ FRAME = {
     "tasks/tracking.py",
     "tasks/params.py",
     "tasks/files.py",
+    "tasks/storage.py",
+    "tasks/remote.py",
     "tasks/__main__.py",
 }
 
