@@ -141,7 +141,7 @@ class PackedSource:
 
 
 def capped_weights(
-    weights: Mapping[str, float], rows_per_epoch: Mapping[str, int], total_rows: int, max_epochs: float
+    weights: Mapping[str, float], rows_per_epoch: Mapping[str, float], total_rows: int, max_epochs: float
 ) -> dict[str, float]:
     """Mixture weights that give no domain more than `max_epochs` passes over its rows in a run of `total_rows`.
 
@@ -210,6 +210,8 @@ class BatchSampler:
     """Rows `first .. first + count` of a run as a batch: what training stages read.
 
     packing: 'window' or 'best_fit'. weights: domain -> share ({} takes the corpus's own proportions of tokens).
+    max_epochs: passes over any document at most; where `pack` wrote documents several times over (meta "copies"), the
+    domain's shard is passed that many times less often. `epochs`: domain -> passes over its shard.
     Raises ValueError naming domains that the corpus does not have.
     """
 
@@ -231,7 +233,9 @@ class BatchSampler:
             d: kind(tokens.shard(d), seq_len, _key("source", seed, d)) for d, w in sorted(weights.items()) if w > 0
         }
         per_epoch = {d: source.rows_per_epoch for d, source in self.sources.items()}
-        self.weights = capped_weights({d: weights[d] for d in self.sources}, per_epoch, total_rows, max_epochs)
+        copies = tokens.meta.get("copies", {})
+        distinct = {d: rows / max(1, copies.get(d, 1)) for d, rows in per_epoch.items()}
+        self.weights = capped_weights({d: weights[d] for d in self.sources}, distinct, total_rows, max_epochs)
         self.epochs = {d: w * total_rows / per_epoch[d] for d, w in self.weights.items()}
         self.mixture = Mixture(self.weights, seed)
 

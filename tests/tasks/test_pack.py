@@ -1,6 +1,7 @@
 """Pack: every document arrives once, whole, in its domain and split; special-token text stays text; fill-in-the-middle."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tasks import pack
 from tasks.documents import document, write_documents
+from tasks.samplers import BatchSampler
 from tasks.special_tokens import SPECIAL_TOKENS
 from tasks.stage import run_stage_for_test
 from tasks.tokens import TokenSet, split_of
@@ -145,3 +147,77 @@ def test_documents_made_of_others_bring_their_split(tmp_path, tokenizer_dir):
     assert len(tokens.shard("long", "val")) == len(tokens.shard("long", "train")) == 10
     with pytest.raises(ValueError, match="meta.split is 'test'"):
         run(tmp_path, tokenizer_dir, [document("x", "y", "long", meta={"split": "test"})])
+
+
+REPEATS = {"web": {"column": "quality_bucket", "steps": [[0, 0.5], [1, 1.0], [2, 2.0]]}}
+
+
+def bucketed(n=300):
+    rows = [
+        document(f"fox {i} ran over {i * 7} hills", f"w{i}", "web", quality_bucket=float(i % 3)) for i in range(3 * n)
+    ]
+    return rows + [document(f"def f{i}(): pass", f"c{i}", "code") for i in range(30)]
+
+
+def packed_texts(tmp_path, tokenizer_dir, domain, split="train"):
+    tokens = TokenSet(tmp_path / "data/pack/pretrain")
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    shard = tokens.shard(domain, split)
+    return tokens, [tokenizer.decode(shard.document(i)[:-1]) for i in range(len(shard))]
+
+
+def test_top_buckets_are_repeated_and_low_ones_thinned(tmp_path, tokenizer_dir):
+    rows = bucketed()
+    run(tmp_path, tokenizer_dir, rows, val_fraction=0.2, repeats=REPEATS)
+    tokens, found = packed_texts(tmp_path, tokenizer_dir, "web")
+    counts = Counter(found)
+    train = [r for r in rows if r["domain"] == "web" and split_of(r["id"], 0.2) == "train"]
+    by_bucket = {b: [counts[r["text"]] for r in train if r["quality_bucket"] == b] for b in (0, 1, 2)}
+    assert set(by_bucket[2]) == {2} and set(by_bucket[1]) == {1} and set(by_bucket[0]) == {0, 1}
+    assert abs(np.mean(by_bucket[0]) - 0.5) < 0.1
+    assert len(found) == sum(counts.values()) == sum(map(sum, by_bucket.values()))
+    last = {text: i for i, text in enumerate(found)}
+    assert all(last[r["text"]] - found.index(r["text"]) > 100 for r in train if r["quality_bucket"] == 2)
+    val = packed_texts(tmp_path, tokenizer_dir, "web", "val")[1]
+    assert sorted(val) == sorted(r["text"] for r in rows if r["domain"] == "web" and split_of(r["id"], 0.2) == "val")
+    assert tokens.meta["copies"] == {"code": 1, "web": 2}
+    metrics = json.loads((tmp_path / "metrics/pack_pretrain.json").read_text())
+    assert metrics["web"]["copies"] == len(by_bucket[2]) and metrics["code"]["copies"] == 0
+
+
+def test_under_a_cap_the_budget_goes_to_the_top_buckets(tmp_path, tokenizer_dir):
+    rows = bucketed()
+    size = sum(len(r["text"].encode()) for r in rows if r["domain"] == "web")
+    plain, weighed = tmp_path / "plain", tmp_path / "weighed"
+    run(plain, tokenizer_dir, rows, val_fraction=0.0, max_mb={"web": size * 0.3e-6})
+    run(weighed, tokenizer_dir, rows, val_fraction=0.0, max_mb={"web": size * 0.3e-6}, repeats=REPEATS)
+    bucket = {r["text"]: r.get("quality_bucket") for r in rows}
+    shares = {}
+    for folder in (plain, weighed):
+        tokens, found = packed_texts(folder, tokenizer_dir, "web")
+        assert tokens.meta["domains"]["web"]["train"]["bytes"] == pytest.approx(0.3 * size, rel=0.1)
+        shares[folder.name] = [sum(bucket[t] == b for t in found) / len(found) for b in (0, 1, 2)]
+    assert shares["plain"] == pytest.approx([1 / 3] * 3, abs=0.07)
+    assert shares["weighed"] == pytest.approx([0.5 / 3.5, 1 / 3.5, 2 / 3.5], abs=0.07)
+
+
+def test_no_document_is_seen_more_often_than_max_epochs(tmp_path, tokenizer_dir):
+    """A run that wants as much web as it can get: its passes, times the copies of the top bucket, stay at max_epochs."""
+    run(tmp_path, tokenizer_dir, bucketed(), val_fraction=0.0, repeats=REPEATS)
+    tokens, found = packed_texts(tmp_path, tokenizer_dir, "web")
+    per_epoch = {d: tokens.tokens(d) // 16 for d in ("web", "code")}
+    total = int(per_epoch["web"] * 1.5 + per_epoch["code"])
+    sampler = BatchSampler(tokens, 16, total, 0, {"web": 0.99, "code": 0.01}, max_epochs=3.0)
+    assert sampler.epochs["web"] * tokens.meta["copies"]["web"] == pytest.approx(3.0)
+    seen = Counter()
+    for r in range(total):
+        domain, n = sampler.mixture.row(r)
+        seen[domain] += 1
+    assert seen["web"] / per_epoch["web"] <= 1.5 * 1.02  # the mixture deals whole rows of 1024
+    with pytest.raises(ValueError, match="raise max_epochs"):
+        BatchSampler(tokens, 16, per_epoch["web"] * 2, 0, {"web": 1.0}, max_epochs=3.0)
+
+
+def test_wrong_steps_are_named(tmp_path, tokenizer_dir):
+    with pytest.raises(ValueError, match="ascending values"):
+        run(tmp_path, tokenizer_dir, bucketed(2), repeats={"web": {"column": "q", "steps": [[2, 1.0], [1, 2.0]]}})
