@@ -207,7 +207,7 @@ def test_no_document_is_seen_more_often_than_max_epochs(tmp_path, tokenizer_dir)
     tokens, found = packed_texts(tmp_path, tokenizer_dir, "web")
     per_epoch = {d: tokens.tokens(d) // 16 for d in ("web", "code")}
     total = int(per_epoch["web"] * 1.5 + per_epoch["code"])
-    sampler = BatchSampler(tokens, 16, total, 0, {"web": 0.99, "code": 0.01}, max_epochs=3.0)
+    sampler = BatchSampler(tokens, 16, total, 0, {"web": 0.999, "code": 0.001}, max_epochs=3.0)
     assert sampler.epochs["web"] * tokens.meta["copies"]["web"] == pytest.approx(3.0)
     seen = Counter()
     for r in range(total):
