@@ -55,9 +55,11 @@ CASES = {
     ),
     "ruby": ({"lib/a/b.rb": "", "lib/a/c.rb": ""}, "lib/a.rb", "require 'a/b'\nrequire_relative 'a/c'\nrequire 'json'\n",
              {"lib/a/b.rb", "lib/a/c.rb"}),
-    "lua": ({"lua/m/util.lua": "", "lua/n/init.lua": ""}, "lua/main.lua", "local u = require('m.util')\nlocal n = require 'n'\n",
+    "lua": ({"lua/m/util.lua": "", "lua/n/init.lua": ""}, "lua/main.lua",
+            "local u = require('m.util')\nlocal n = require 'n'\n",
             {"lua/m/util.lua", "lua/n/init.lua"}),
-    "haskell": ({"src/Data/Tree.hs": ""}, "src/Main.hs", "import qualified Data.Tree as T\nimport Prelude\n", {"src/Data/Tree.hs"}),
+    "haskell": ({"src/Data/Tree.hs": ""}, "src/Main.hs",
+                "import qualified Data.Tree as T\nimport Prelude\n", {"src/Data/Tree.hs"}),
 }  # fmt: skip
 
 
