@@ -1,4 +1,4 @@
-"""Mathematical and scientific documents with their formulas kept as LaTeX (paper section 2.2: refined HTML extraction, PDF parsing).
+"""Mathematical and scientific documents with their formulas kept as LaTeX (paper section 2.2: HTML extraction, PDF parsing).
 
     python -m tasks math
 
@@ -35,7 +35,7 @@ _WORDS = frozenset(
     " energy force mass velocity acceleration momentum temperature pressure electron atom molecule reaction equilibrium"
     " quantum wave frequency charge potential entropy hypothesis experiment measurement theory".split()
 )
-_UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^\w|\w_\{|\w\^\{")
+_UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^[\w{]|\w_\{|\b[A-Za-z]_[A-Za-z0-9]\b")
 _READERS = {"rst": latex.rst_to_text, "md": latex.markdown_to_text}
 
 
@@ -45,7 +45,7 @@ class Config(StageConfig):
     min_chars: int = Field(400, ge=0, description="shorter documents are left out")
     max_chars: int = Field(400_000, ge=1, description="longer documents are cut there, at a paragraph")
     min_formulas: int = Field(
-        2, ge=0, description="formulas, or lines with mathematical characters, that a document must hold"
+        2, ge=0, description="formulas, or stretches of text with mathematical characters, that a document must hold"
     )
     min_score: float = Field(0.05, ge=0, le=1, description="limit on math_score")
     chunk_chars: int = Field(2000, ge=100, description="length of the chunks that are scored")
@@ -81,9 +81,9 @@ def score(text: str, chunk_chars: int) -> tuple[float, float]:
 
 
 def formula_count(text: str) -> int:
-    """Formulas in TeX delimiters, plus lines that hold mathematical characters outside of them."""
+    """Formulas in TeX delimiters, plus stretches of a hundred characters that hold mathematical characters outside of them."""
     rest = latex._SPAN.sub(" ", text)
-    return len(latex.math_spans(text)) + sum(1 for line in rest.split("\n") if _UNICODE_MATH.search(line))
+    return len(latex.math_spans(text)) + len({m.start() // 100 for m in _UNICODE_MATH.finditer(rest)})
 
 
 def cut(text: str, limit: int) -> str:
@@ -136,7 +136,11 @@ class _Sources:
             for row in read_index(acquired)
             if row["domain"] in self.config.domains and row["kind"] != "code" and is_training_file(row)
         ]
+        sources = [acquired / r["path"] for r in rows if r["path"].lower().endswith((".tex", ".ltx", ".tex.gz"))]
+        parts = tex_source.parts_of_articles(sources)
         for row in self.stage.progress(rows, label="files"):
+            if (acquired / row["path"]).resolve() in parts:
+                continue
             self.stage.seen()
             try:
                 text = self._file(acquired / row["path"], row["kind"])

@@ -1,204 +1,191 @@
-"""Text of PDF pages through pdfium: reading order over columns, running heads removed, hyphenation repaired.
+"""Text of PDFs through pdfium: reading order, scripts, running heads, hyphenation (pdf_chars, pdf_layout, pdf_text).
 
-    python -m tasks.pdf FILE.pdf        (prints the text)
+    python -m tasks.pdf FILE.pdf        (prints the text; --report: what was removed)
 
-A PDF keeps no formulas as LaTeX, so its mathematics comes out as the characters on the page. Used by `python -m tasks math`.
+Formulas come out as the characters on the page, with ^ and _ where glyphs stand higher or lower. `Reader` reads in a process
+of its own with a memory limit and a time limit per document, so that no PDF can take the caller down.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections import Counter
-from collections.abc import Sequence
+import argparse
+import multiprocessing
+import resource
+import signal
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-Box = tuple[float, float, float, float]  # left, bottom, right, top in points
-
-_HYPHENS = "-\u00ad\u2010\ufffe\x02"
-
-
-def _gap(intervals: Sequence[tuple[float, float]], least: float) -> tuple[float, float] | None:
-    """The widest hole of at least `least` points between sorted intervals, as (end of the left part, start of the right)."""
-    best, reach = None, None
-    for low, high in sorted(intervals):
-        if reach is not None and low - reach >= least and (best is None or low - reach > best[1] - best[0]):
-            best = (reach, low)
-        reach = high if reach is None else max(reach, high)
-    return best
+from tasks.pdf_chars import page_runs
+from tasks.pdf_layout import page_lines
+from tasks.pdf_text import clean
 
 
-def reading_order(boxes: Sequence[Box], least_gap: float = 9.0, least_lines: int = 4) -> list[list[Box]]:
-    """Groups of boxes in reading order (XY-cut): a page part is split into columns where a vertical gap runs through it and
-    both sides hold several lines, and into bands where that lets a column gap appear; top before bottom, left before right."""
-    boxes = list(boxes)
-    cut = _gap([(b[0], b[2]) for b in boxes], least_gap)
-    if cut:
-        left = [b for b in boxes if b[2] <= cut[0]]
-        right = [b for b in boxes if b[0] >= cut[1]]
-        if len(_rows(left)) >= least_lines and len(_rows(right)) >= least_lines:
-            return reading_order(left, least_gap, least_lines) + reading_order(right, least_gap, least_lines)
-        return [boxes]
-    # No gap runs through: boxes that span the middle (titles, wide figures) may hide one. Cut off bands above or below them.
-    low, high = min(b[0] for b in boxes), max(b[2] for b in boxes)
-    middle, width = (low + high) / 2, high - low
-    spanning = sorted(
-        (b for b in boxes if b[0] < middle - 0.1 * width and b[2] > middle + 0.1 * width), key=lambda b: -b[3]
-    )
-    if not spanning or len(spanning) > 0.4 * len(boxes):
-        return [boxes]
-    bands: list[list[Box]] = []
-    edges = [edge for b in spanning for edge in (b[3], b[1])]
-    levels = [float("inf"), *edges, float("-inf")]
-    for upper, lower in zip(levels, levels[1:]):
-        band = [b for b in boxes if lower <= (b[1] + b[3]) / 2 < upper]
-        if band:
-            bands.append(band)
-    if len(bands) < 2:
-        return [boxes]
-    merged: list[list[Box]] = []
-    for band in bands:
-        parts = reading_order(band, least_gap, least_lines) if len(band) < len(boxes) else [band]
-        if len(parts) == 1 and merged and merged[-1] is not None and len(merged[-1]) and not _columns(merged):
-            merged[-1] = merged[-1] + parts[0]
-        else:
-            merged += parts
-    return merged
+class BadPdf(ValueError):
+    """A PDF that is not read; `reason` is one word for counting, the message says more."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+    def __reduce__(self) -> tuple:
+        return BadPdf, (self.reason, self.detail)
 
 
-def _columns(groups: list[list[Box]]) -> bool:
-    """Whether the last two groups stand side by side: then what follows starts a group of its own."""
-    if len(groups) < 2:
-        return False
-    a, b = groups[-2], groups[-1]
-    return max(x[2] for x in a) <= min(x[0] for x in b)
+@dataclass(frozen=True)
+class Limits:
+    """What one document may cost: pages read (0: all), pages it may have, characters on a page and in all, seconds, bytes."""
+
+    read_pages: int = 0
+    max_pages: int = 5000
+    page_chars: int = 200_000
+    document_chars: int = 20_000_000
+    seconds: float = 60.0
+    memory_bytes: int = 2 << 30
 
 
-def _rows(boxes: Sequence[Box]) -> list[list[Box]]:
-    """Boxes by text line, from the top of the page down."""
-    rows: list[list[Box]] = []
-    for box in sorted(boxes, key=lambda b: -(b[1] + b[3])):
-        if rows and (rows[-1][0][1] + rows[-1][0][3]) / 2 - (box[1] + box[3]) / 2 <= 3:
-            rows[-1].append(box)
-        else:
-            rows.append([box])
-    return rows
+@dataclass
+class PdfText:
+    """`text`, pages read, pages in the file, what was removed by rule with examples."""
+
+    text: str
+    read: int
+    pages: int
+    removed: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
 
-def split_edges(boxes: Sequence[Box], most: int = 2) -> tuple[list[Box], list[Box], list[Box]]:
-    """(head, body, foot): up to `most` lines at the top and at the bottom that stand clear of the rest of the page.
+_ERRORS = ((" password", "encrypted"), ("Data format", "not_pdf"), ("format", "not_pdf"), ("security", "encrypted"))
 
-    Clear means a distance of more than twice the usual one between lines. Producers may write such lines anywhere in the
-    page's stream, so they are recognised by place.
+
+def read_pdf(source: Path | bytes, limits: Limits = Limits(), **parts: bool) -> PdfText:
+    """Text of a PDF, in this process. BadPdf with its reason: encrypted, not_pdf, truncated, too_many_pages, too_large, no_text.
+
+    `parts` switches off a part for measuring: `columns`, `scripts`, and those of `pdf_text.clean`.
     """
-    rows = _rows(boxes)
-    middles = [(row[0][1] + row[0][3]) / 2 for row in rows]
-    pitches = [a - b for a, b in zip(middles, middles[1:])]
-    if len(rows) < 6:
-        return [], list(boxes), []
-    usual = sorted(pitches)[len(pitches) // 2]
-    head = max((i + 1 for i in range(most) if pitches[i] > 2 * usual), default=0)
-    foot = max((i + 1 for i in range(most) if pitches[-1 - i] > 2 * usual), default=0)
-    flat = [
-        [b for row in part for b in row]
-        for part in (rows[:head], rows[head : len(rows) - foot], rows[len(rows) - foot :])
-    ]
-    return flat[0], flat[1], flat[2]
-
-
-def _page_text(page: object) -> str:
-    text_page = page.get_textpage()
-    boxes = [text_page.get_rect(i) for i in range(text_page.count_rects())]
-    boxes = [b for b in boxes if b[2] > b[0] and b[3] > b[1]]
-    head, body, foot = split_edges(boxes)
-    groups = [*_rows(head), *reading_order(body), *_rows(foot)] if body else []
-    if len(groups) <= 1:
-        text = text_page.get_text_range()
-    else:
-        parts = []
-        for group in groups:
-            left, bottom = min(b[0] for b in group) - 1, min(b[1] for b in group) - 1
-            right, top = max(b[2] for b in group) + 1, max(b[3] for b in group) + 1
-            parts.append(text_page.get_text_bounded(left=left, bottom=bottom, right=right, top=top))
-        text = "\n".join(parts)
-    text_page.close()
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _key(line: str) -> str:
-    return re.sub(r"\d+|\b[ivxlc]+\b", "#", " ".join(line.lower().split()))
-
-
-def strip_running_heads(pages: Sequence[Sequence[str]], depth: int = 2) -> list[list[str]]:
-    """Remove lines that stand among the first or last `depth` of many pages (numbers aside), and bare page numbers there."""
-    counts: Counter[str] = Counter()
-    for lines in pages:
-        edge = set(map(_key, [*lines[:depth], *lines[-depth:]]))
-        counts.update(k for k in edge if k)
-    often = {k for k, c in counts.items() if c >= max(3, 0.3 * len(pages))}
-
-    def running(line: str) -> bool:
-        return _key(line) in often or re.fullmatch(r"[-–— ]*(\d+|[ivxlc]+)[-–— ]*", line.strip()) is not None
-
-    result = []
-    for lines in pages:
-        kept = list(lines)
-        for _ in range(depth):
-            if kept and running(kept[0]):
-                kept = kept[1:]
-            if kept and running(kept[-1]):
-                kept = kept[:-1]
-        result.append(kept)
-    return result
-
-
-def join_lines(lines: Sequence[str]) -> str:
-    """Lines to paragraphs: a word divided at a line's end becomes one again, and a line that plainly goes on is joined.
-
-    A divided word keeps its hyphen when only the hyphenated form is found elsewhere in the text.
-    """
-    known = set(re.findall(r"\w+(?:-\w+)*", " ".join(lines).lower()))
-    width = sorted(len(line) for line in lines)[int(len(lines) * 0.75)] if lines else 0
-    out: list[str] = []
-    for line in (line.strip() for line in lines):
-        if not line:
-            if out and out[-1]:
-                out.append("")
-            continue
-        last = out[-1] if out else ""
-        if last and last[-1] in _HYPHENS and len(last) > 1 and last[-2].isalpha() and line[0].islower():
-            head = re.findall(r"\w+(?:-\w+)*$", last[:-1])[-1].lower()
-            tail = re.match(r"\w+(?:-\w+)*", line)[0].lower()
-            hyphen = f"{head}-{tail}" in known and head + tail not in known
-            out[-1] = last[:-1] + ("-" if hyphen else "") + line
-        elif last and len(last) > 0.6 * width and (last[-1] not in ".:;?!" or line[0].islower()) and line[0].isalnum():
-            out[-1] = f"{last} {line}"
-        else:
-            out.append(line)
-    return "\n".join(out).translate({ord(c): "" for c in "\u00ad\ufffe\x02"}).strip()
-
-
-def pdf_to_text(path: Path, max_pages: int = 0) -> tuple[str, int]:
-    """(text, pages read) of a PDF. ValueError when pdfium cannot open it."""
     import pypdfium2
 
+    data = source if isinstance(source, bytes) else source.read_bytes()
+    if b"%PDF-" not in data[:1024]:
+        raise BadPdf("not_pdf", f"no %PDF- header among the first 1024 of {len(data)} bytes")
     try:
-        document = pypdfium2.PdfDocument(str(path))
+        document = pypdfium2.PdfDocument(data)
+        count = len(document)
     except pypdfium2.PdfiumError as error:
-        raise ValueError(f"not a readable PDF: {error}") from None
+        message = str(error)
+        reason = next((r for word, r in _ERRORS if word in message), "not_pdf")
+        if reason == "not_pdf" and b"%%EOF" not in data[-2048:]:
+            reason = "truncated"
+        raise BadPdf(reason, f"pdfium: {message}") from None
     try:
-        count = min(len(document), max_pages or len(document))
-        pages = []
-        for number in range(count):
-            page = document[number]
-            lines = [line.rstrip() for line in _page_text(page).split("\n")]
-            pages.append([line for line in lines if line.strip()])
-            page.close()
+        if count > limits.max_pages:
+            raise BadPdf("too_many_pages", f"{count} pages, more than {limits.max_pages}")
+        layout = {k: parts.pop(k) for k in ("columns", "scripts") if k in parts}
+        pages, chars, failed = [], 0, 0
+        for number in range(min(count, limits.read_pages or count)):
+            try:
+                page = document[number]
+            except pypdfium2.PdfiumError:
+                failed += 1
+                pages.append([])
+                continue
+            try:
+                lines = page_lines(page_runs(page, limits.page_chars), **layout)
+            except ValueError as error:
+                raise BadPdf("too_large", f"page {number + 1}: {error}") from None
+            finally:
+                page.close()
+            chars += sum(len(line.text) for line in lines)
+            if chars > limits.document_chars:
+                raise BadPdf("too_large", f"more than {limits.document_chars} characters by page {number + 1}")
+            pages.append(lines)
     finally:
         document.close()
-    kept = strip_running_heads(pages)
-    return join_lines([line for lines in kept for line in [*lines, ""]]), count
+    if not chars:
+        if failed:
+            raise BadPdf("truncated", f"{failed} of {count} pages cannot be loaded")
+        raise BadPdf("no_text", f"no characters on {count} pages (scanned, or drawn)")
+    cleaned = clean(pages, **parts)
+    return PdfText(cleaned.text, len(pages), count, dict(sorted(cleaned.removed.items())), cleaned.examples)
+
+
+def _serve(connection: multiprocessing.connection.Connection, limits: Limits) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the stage's own time limit is the parent's business
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            source = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            found: tuple = ("text", read_pdf(source, limits))
+        except BadPdf as error:
+            found = ("bad", error.reason, error.detail)
+        except MemoryError:
+            found = ("bad", "memory", f"more than {limits.memory_bytes >> 20} MiB")
+        except Exception as error:  # whatever a stranger's file provokes is that file's fault
+            found = ("bad", "unreadable", f"{type(error).__name__}: {error}")
+        connection.send(found)
+
+
+class Reader:
+    """Reads PDFs in a child process, started at the first document and again after one that killed it. A context manager."""
+
+    def __init__(self, limits: Limits = Limits()):
+        self.limits = limits
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: multiprocessing.connection.Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child process."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+            self._process = self._connection = None
+
+    def read(self, source: Path | bytes) -> PdfText:
+        """As `read_pdf`; BadPdf also with the reasons timeout, crashed and memory."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, child = context.Pipe()
+            self._process = context.Process(target=_serve, args=(child, self.limits), daemon=True)
+            self._process.start()
+            child.close()
+        try:
+            self._connection.send_bytes(source if isinstance(source, bytes) else source.read_bytes())
+            if not self._connection.poll(self.limits.seconds):
+                self.close()
+                raise BadPdf("timeout", f"not read in {self.limits.seconds:g} s")
+            found = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join()
+            code = self._process.exitcode
+            self.close()
+            raise BadPdf("crashed", f"the reading process ended with {code}") from None
+        if found[0] == "bad":
+            raise BadPdf(found[1], found[2])
+        return found[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the text of a PDF.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--pages", type=int, default=0)
+    parser.add_argument("--report", action="store_true", help="print what was removed by rule instead")
+    args = parser.parse_args()
+    with Reader(Limits(read_pages=args.pages)) as reader:
+        found = reader.read(args.file)
+    print((found.removed, found.examples) if args.report else found.text)
 
 
 if __name__ == "__main__":
-    print(pdf_to_text(Path(sys.argv[1]))[0])
+    main()
