@@ -3,7 +3,7 @@
     dvc repro report      or      python -m tasks report      writes data/report/report.html
     python -m tasks.report --table                            prints the results table of the last run
 
-Built from metrics/, plots/ and the export manifests alone; the same run gives the same bytes.
+Built from metrics/, plots/, the export manifests and the web stage's histograms alone; the same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from html import escape
 from pathlib import Path
 
 from tasks.files import atomic_write
+from tasks.report_curation import curation_section
 from tasks.report_dag import draw, read_graph
 from tasks.report_data import TITLES, Collected, captions, collect, columns, summary
-from tasks.report_made import curation_section, rl_section, training_section
+from tasks.report_made import rl_section, training_section
 from tasks.report_results import evaluation_section, export_section, files_section, quantization_section
 from tasks.report_style import card, page, panel, section
 from tasks.stage import Stage, StageConfig
@@ -90,7 +91,7 @@ def build(data: Collected, config: Config, graph_file: Path) -> str:
 def run(stage: Stage) -> None:
     """Write report.html and results.json. ValueError for a metrics file that is not JSON."""
     out = stage.out("data/report")
-    data = collect(stage.dep("metrics"), stage.dep("plots"), stage.dep("data/export"))
+    data = collect(stage.dep("metrics"), stage.dep("plots"), stage.dep("data/export"), stage.dep("data/web"))
     atomic_write(out / "report.html", build(data, stage.config, stage.root / "dvc.yaml"))
     atomic_write(out / "results.json", json.dumps(summary(data), indent=1, sort_keys=False) + "\n")
     stage.print(f"report of {len(data.metrics)} metrics files, {len(data.plots)} curves, {len(data.exports)} exports")

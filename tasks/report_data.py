@@ -33,9 +33,10 @@ class Collected:
     metrics: dict[str, dict] = field(default_factory=dict)
     plots: dict[str, list[dict]] = field(default_factory=dict)
     exports: dict[str, dict] = field(default_factory=dict)
+    histograms: dict[str, list] = field(default_factory=dict)  # of the web stage: [lower end of the bin, pages]
 
 
-def collect(metrics: Path, plots: Path, exports: Path) -> Collected:
+def collect(metrics: Path, plots: Path, exports: Path, web: Path | None = None) -> Collected:
     """Read what is there. ValueError names a file that is not JSON."""
 
     def read(folder: Path) -> dict[str, Any]:
@@ -48,7 +49,10 @@ def collect(metrics: Path, plots: Path, exports: Path) -> Collected:
         return out
 
     manifests = sorted(Path(exports).glob("*/export_manifest.json")) if Path(exports).is_dir() else []
-    return Collected(read(metrics), read(plots), {p.parent.name: json.loads(p.read_text()) for p in manifests})
+    histograms = read(Path(web) / "audit").get("histograms", {}) if web else {}
+    return Collected(
+        read(metrics), read(plots), {p.parent.name: json.loads(p.read_text()) for p in manifests}, histograms
+    )
 
 
 def evaluation(metrics: Mapping[str, dict]) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The report's sections on how the model was made: curation funnel, training curves, reinforcement learning.
+"""The report's sections on how the model was made: training curves, reinforcement learning.
 
 python -m pytest tests/tasks/test_report.py
 """
@@ -7,43 +7,12 @@ from __future__ import annotations
 
 from html import escape
 
-from tasks.report_data import TITLES, Collected, series, summary, web_filters
+from tasks.report_data import TITLES, Collected, series
 from tasks.report_style import delta, panel, section, table
-from tasks.report_svg import Bar, LineChart, Series, bar_chart, line_chart
+from tasks.report_svg import LineChart, Series, line_chart
 
 LM_STAGES = ("pretrain_general", "pretrain_reasoning", "midtrain_s1", "midtrain_s2", "midtrain_s3", "dsa_adapt")
 RL_STAGES = ("reasoning_rl", "agentic_rl", "general_rl", "distill")
-
-
-def curation_section(data: Collected) -> str:
-    """The funnel: what each step kept, and what it removed and why."""
-    bars = []
-    for step in summary(data)["funnel"]:
-        removed = sum(step["removed"].values())
-        reasons = ", ".join(f"{r.replace('_', ' ')} {n:,}" for r, n in list(step["removed"].items())[:3])
-        parts = [(step["kept"], 0, f"kept {step['kept']:,}"), (removed, 1, f"removed {removed:,}")]
-        share = removed / max(1, removed + step["kept"])
-        shown = f"{step['kept']:,} kept" + (f", {share:.0%} removed: {reasons}" if removed else "")
-        bars.append(Bar(step["stage"], parts, shown if len(shown) < 76 else shown[:74] + "…"))
-    if not bars:
-        return ""
-    text = (
-        "Documents that entered each step. Everything removed is kept in an exclusions table with its reason and score."
-    )
-    content = panel(bar_chart("Documents", bars, ("kept", "removed")))
-    filters = web_filters(data.metrics)
-    if len(filters) > 1:
-        before = [filters[0][1], *(left for _, left in filters)]
-        rows = [
-            Bar(
-                name.replace("_", " "),
-                [(left, 2, f"{left:,}")],
-                f"{left:,}" + (f" ({left - was:,})" if left != was else ""),
-            )
-            for (name, left), was in zip(filters, before)
-        ]
-        content += panel(bar_chart("Web pages left after each filter", rows))
-    return section("curation", "Curation funnel", text, content)
 
 
 def training_section(data: Collected) -> str:

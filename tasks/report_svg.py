@@ -221,3 +221,25 @@ def log_dots(title: str, rows: Sequence[tuple[str, Sequence[tuple[float, str]]]]
                 f"<title>{escape(tip)}</title></circle>"
             )
     return "".join(out) + "</svg>"
+
+
+def histogram(title: str, bins: Sequence[tuple[float, int]], width: int = 520, height: int = 150) -> str:
+    """Vertical bars of (lower end of a bin, count) in order; the bins are labelled as they are, equally wide."""
+    left, bottom, top = 46, 30, 28
+    most = max((n for _, n in bins), default=0) or 1
+    step = (width - left - 10) / max(1, len(bins))
+    out = [_open(width, height, title), f'<text class="t" x="0" y="14">{escape(title)}</text>']
+    for y in ticks(0, most, 3):
+        at = height - bottom - y / most * (height - top - bottom)
+        out.append(f'<line class="g" x1="{left}" x2="{width - 10}" y1="{number(at)}" y2="{number(at)}"/>')
+        out.append(f'<text class="m" text-anchor="end" x="{left - 6}" y="{number(at + 4)}">{label(y)}</text>')
+    every = max(1, math.ceil(len(bins) / 10))
+    for index, (low, count) in enumerate(bins):
+        x, size = left + index * step, count / most * (height - top - bottom)
+        out.append(
+            f'<rect x="{number(x + 1)}" y="{number(height - bottom - size)}" width="{number(max(step - 2, 0.5))}" '
+            f'height="{number(size)}" style="fill:var(--c0)"><title>{label(low)}: {count:,}</title></rect>'
+        )
+        if index % every == 0:
+            out.append(f'<text class="m s" x="{number(x)}" y="{height - bottom + 14}">{label(low)}</text>')
+    return "".join(out) + "</svg>"

@@ -49,13 +49,30 @@ def write_run(root: Path) -> Path:
             "funnel": {"pages": 2900, "too_short": 2500, "kept": 2000, "low_quality": 2000, "idle": 2500},
             "removed": {"too_short": 900, "repetition": 300, "low_quality": 1200},
         },
-        "code": {"documents": 4100, "removed": {"generated": 210}},
+        "code": {
+            "documents": 4100,
+            "removed": {"generated": 210},
+            "languages": {"count": 40, "largest": {"kotlin": 248, "c++": 53}},
+            "licences": {"MIT": 597, "BSD-3-Clause": 41},
+        },
         "math": {"documents": 800, "removed": {}},
-        "dedup": {"documents_in": 13100, "documents_out": 11300, "removed": {"exact": 700, "near_duplicate": 1100}},
-        "decontaminate": {"documents_out": 11250, "removed": {"overlap": 50}},
+        "dedup": {
+            "documents_in": 13100,
+            "documents_out": 11300,
+            "removed": {"exact": 700, "near_duplicate": 1100},
+            "funnel": {"math": {"in": 900, "exact_duplicate": 40, "near_duplicate": 60, "kept": 800}},
+        },
+        "decontaminate": {
+            "documents_out": 11250,
+            "removed": {"overlap": 50},
+            "sets": {"gsm8k": {"searched": 1319, "found": 2}},
+        },
         "tokenizer": {"vocab_size": 2048},
         "pack_pretrain": {"tokens": 11_000_000},
     }
+    histograms = {"quality": [[0.9, 12], [0.95, 30]], "words": [[64.0, 5], [128.0, 9]]}
+    (root / "data/web/audit").mkdir(parents=True)
+    (root / "data/web/audit/histograms.json").write_text(json.dumps(histograms))
     plots = {}
     for i, stem in enumerate(
         ("pretrain_general", "pretrain_reasoning", "midtrain_s1", "midtrain_s2", "midtrain_s3", "dsa_adapt")

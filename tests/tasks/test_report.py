@@ -156,7 +156,7 @@ class Links(HTMLParser):
 def run_report(run_dir: Path, tmp: Path):
     (tmp / "dvc.yaml").parent.mkdir(parents=True, exist_ok=True)
     (tmp / "dvc.yaml").write_text((run_dir / "dvc.yaml").read_text())
-    deps = {p: run_dir / p for p in ("metrics", "plots", "data/export")}
+    deps = {p: run_dir / p for p in ("metrics", "plots", "data/export", "data/web")}
     run_stage_for_test(report, {}, deps=deps, outs=["data/report"], tmp=tmp)
     return tmp / "data/report"
 
@@ -177,6 +177,11 @@ def test_page_is_self_contained_deterministic_and_complete(run_dir, tmp_path):
         "0.40 → 0.70",
         "Moore Threads",
         "2.420",
+        "<td>gsm8k</td><td>1,319</td><td>2</td>",
+        "<td>math</td><td>900</td><td>40</td><td>60</td><td>800</td>",
+        "<td>kotlin</td><td>248</td>",
+        "<title>0.95: 30</title>",
+        "Histograms of 2 measurements",
     ):
         assert text in html, text
     assert html.count("<svg") >= 12
@@ -193,6 +198,7 @@ def test_a_partial_run_still_makes_a_page(run_dir, tmp_path):
     (tmp_path / "in/metrics").mkdir(parents=True)
     (tmp_path / "in/plots").mkdir()
     (tmp_path / "in/data/export").mkdir(parents=True)
+    (tmp_path / "in/data/web").mkdir()
     (tmp_path / "in/dvc.yaml").write_text((run_dir / "dvc.yaml").read_text())
     (tmp_path / "in/metrics/web.json").write_text('{"documents": 3, "removed": {}}')
     html = (run_report(tmp_path / "in", tmp_path / "out") / "report.html").read_text()
