@@ -178,21 +178,18 @@ def search_shard(argument: dict[str, Any]) -> dict[str, Any]:
     index, out = _load(argument["index"]), Path(argument["out"])
     hits: list[dict] = []
     domains: Counter[str] = Counter()
-
-    def kept() -> Iterator[dict]:
-        for row in documents.read_shard(Path(argument["path"])):
-            found = index.search(row["text"])
-            if not found:
-                yield row
-                continue
-            about = {key: row[key] for key in ("id", "source", "domain")}
-            hits.extend(about | vars(hit) for hit in found)
-            domains[row["domain"]] += 1
-            exact = any(hit.kind == "exact" for hit in found)
-            excluded.add(row, "evaluation_overlap" if exact else "evaluation_paraphrase", float(len(found)))
-
+    keep: list[bool] = []
     with documents.Exclusions(out, rows_per_shard=1 << 30) as excluded:
-        written = documents.write_documents(out, kept(), rows_per_shard=1 << 30, scores=argument["scores"])
+        for row in documents.read_shard(Path(argument["path"]), ("id", "text", "source", "domain")):
+            found = index.search(row["text"])
+            keep.append(not found)
+            if found:
+                about = {key: row[key] for key in ("id", "source", "domain")}
+                hits.extend(about | vars(hit) for hit in found)
+                domains[row["domain"]] += 1
+                exact = any(hit.kind == "exact" for hit in found)
+                excluded.add(row, "evaluation_overlap" if exact else "evaluation_paraphrase", float(len(found)))
+    written = documents.write_kept(out, Path(argument["path"]), keep, argument["scores"])
     documents.write_table(out / "hits.parquet", pa.Table.from_pylist(hits, schema=HITS_SCHEMA))
     return written | {"overlap": dict(domains), "removed": dict(excluded.counts)}
 

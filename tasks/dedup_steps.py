@@ -25,6 +25,7 @@ EXACT = np.dtype([("key", np.uint64), ("low", np.uint64), ("doc", np.int64)])
 BANDS = np.dtype([("key", np.uint64), ("doc", np.int64)])
 COPIES = np.dtype([("doc", np.int64), ("first", np.int64)])
 EDGES = np.dtype([("left", np.int64), ("right", np.int64)])
+REMOVED = ("id", "source", "domain", "text")  # columns that the exclusions need
 DUPLICATES_SCHEMA = pa.schema(
     [("id", pa.string()), ("keeper", pa.string()), ("reason", pa.string()), ("similarity", pa.float64())]
 )
@@ -240,29 +241,26 @@ def write(argument: tuple[dict, int]) -> dict:
     first, last = np.searchsorted(removed["doc"], job.starts[shard : shard + 2])
     removed = removed[first:last]
     similarity = _similarity(Corpus(job), removed)
-    why = {int(entry["doc"]) - job.starts[shard]: k for k, entry in enumerate(removed)}
+    out, path = job.folder("out") / job.names[shard], Path(job.paths[shard])
+    keep = np.ones(job.starts[shard + 1] - job.starts[shard], dtype=bool)
+    keep[removed["doc"] - job.starts[shard]] = False
     funnel: dict[str, Counter] = {}
     table: list[dict] = []
-    out = job.folder("out") / job.names[shard]
-
-    def kept() -> Iterator[dict]:
-        for number, row in enumerate(documents.read_shard(Path(job.paths[shard]))):
+    entries = iter(zip(removed, similarity.tolist()))
+    with documents.Exclusions(out, rows_per_shard=1 << 30) as excluded:
+        for stays, row in zip(keep.tolist(), documents.read_shard(path, REMOVED if len(removed) else ("domain",))):
             count = funnel.setdefault(row["domain"], Counter())
             count["in"] += 1
-            k = why.get(number)
-            if k is None:
+            if stays:
                 count["kept"] += 1
-                yield row
                 continue
-            entry, score = removed[k], float(similarity[k])
+            entry, score = next(entries)
             reason = "exact_duplicate" if entry["exact"] else "near_duplicate"
             count[reason] += 1
             excluded.add(row, reason, score)
             keeper = bytes(entry["keeper_id"]).decode("utf-8")
             table.append({"id": row["id"], "keeper": keeper, "reason": reason, "similarity": score})
-
-    with documents.Exclusions(out, rows_per_shard=1 << 30) as excluded:
-        written = documents.write_documents(out, kept(), rows_per_shard=1 << 30, scores=job.scores)
+    written = documents.write_kept(out, path, keep, job.scores)
     documents.write_table(out / "duplicates.parquet", pa.Table.from_pylist(table, schema=DUPLICATES_SCHEMA))
     chained = sum(row["reason"] == "near_duplicate" and row["similarity"] < job.threshold for row in table)
     return {

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -135,6 +136,23 @@ def write_documents(
             if prefix:
                 storage.put(path, prefix)
     return {"documents": documents, "bytes": size, "domains": dict(sorted(domains.items()))}
+
+
+def write_kept(directory: str | Path, shard: Path, keep: Sequence[bool], scores: Sequence[str]) -> dict[str, Any]:
+    """Write the rows of `shard` where `keep` is true as the one shard of `directory`, byte for byte as `write_documents`
+    would with these `scores`, without a detour through Python objects. Returns the same as it."""
+    try:
+        table = pq.read_table(shard)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{shard}: not a readable parquet file ({error})") from None
+    table = table.filter(pa.array(keep, type=pa.bool_()))
+    schema, count = _schema(scores), table.num_rows
+    columns = [table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(count, f.type) for f in schema]
+    table = pa.table(columns, schema=schema)
+    write_table(Path(directory) / "documents" / "part-00000.parquet", table)
+    domains = Counter(table["domain"].to_pylist())
+    size = pc.sum(pc.binary_length(table["text"])).as_py() or 0
+    return {"documents": count, "bytes": size, "domains": dict(sorted(domains.items()))}
 
 
 def document_shards(directory: str | Path) -> list[Path]:

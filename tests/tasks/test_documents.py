@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks import documents
 from tasks.documents import (
     Exclusions,
     count_documents,
@@ -99,3 +100,21 @@ def test_exclusions_hold_reason_score_and_head(tmp_path):
         ("long", 2, 200),
     ]
     assert excluded.counts == {"long": 2, "short": 1}
+
+
+def test_a_kept_part_of_a_shard_is_written_as_write_documents_would(tmp_path):
+    rows = [documents.document(f"text {i} \u00e9", f"s{i}", ("web", "code")[i % 2], quality=i / 7) for i in range(50)]
+    rows[3].pop("quality")
+    documents.write_documents(tmp_path / "in", rows)
+    (shard,) = documents.document_shards(tmp_path / "in")
+    keep = [i % 3 > 0 for i in range(50)]
+    kept = [row for row, stays in zip(rows, keep) if stays]
+    for scores in (["quality"], ["lang_score", "quality"]):
+        expected = documents.write_documents(tmp_path / "expected", kept, scores=scores)
+        assert documents.write_kept(tmp_path / "out", shard, keep, scores) == expected
+        name = "documents/part-00000.parquet"
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    assert documents.write_kept(tmp_path / "none", shard, [False] * 50, ["quality"])["bytes"] == 0
+    shard.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="part-00000.parquet: not a readable"):
+        documents.write_kept(tmp_path / "bad", shard, keep, ["quality"])
