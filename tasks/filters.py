@@ -26,10 +26,9 @@ _WORD = re.compile(r"\S+")
 _HAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u0f00-\u0fff]")
 BULLET = re.compile(r"\s*(?:[-*\u2022\u2023\u25b6\u25cf\u25e6\u2013\u2014>]|\d{1,3}[.)])\s")
 _SENTENCE_END = tuple(".!?;:\"'\u201d\u2019\u3002\uff01\uff1f)")
-_POLICY = re.compile(
+_POLICY = re.compile(  # of lower-case text
     r"terms of (?:use|service)|privacy policy|cookie policy|uses? cookies|all rights reserved|powered by|"
-    r"(?:sign|log) ?(?:in|up)\b|forgot(?:ten)? (?:your )?password|javascript|subscribe|newsletter|copyright \W?\d{4}",
-    re.IGNORECASE,
+    r"(?:sign|log) ?(?:in|up)\b|forgot(?:ten)? (?:your )?password|javascript|subscribe|newsletter|copyright \W?\d{4}"
 )
 _SENTENCE = re.compile(r"[.!?]+[\"\u201d\u2019)]*(?=\s|$)|[\u3002\uff01\uff1f]")
 _GOPHER_WORDS = frozenset("the be to of and that have with".split())
@@ -75,6 +74,10 @@ class Stats:
     @cached_property
     def lines(self) -> list[str]:
         return [line for line in self.text.split("\n") if line.strip()]
+
+    @cached_property
+    def lower_lines(self) -> list[str]:
+        return [line for line in self.text.lower().split("\n") if line.strip()]
 
     @cached_property
     def paragraphs(self) -> list[str]:
@@ -143,7 +146,7 @@ def ellipsis_lines(s: Stats) -> float:
 @measure
 def alphabetic_words(s: Stats) -> float:
     """Share of words with a letter (Gopher: at least 0.8; less where pages hold tables or code)."""
-    return _share(sum(1 for w in s.words if any(c.isalpha() for c in w)), len(s.words))
+    return _share(sum(1 for w in s.words if w.isalpha() or any(map(str.isalpha, w))), len(s.words))
 
 
 @measure
@@ -180,7 +183,7 @@ def curly_brackets(s: Stats) -> float:
 @measure
 def javascript_lines(s: Stats) -> float:
     """Share of lines that name JavaScript (C4 drops such lines)."""
-    return _line_share(s, lambda line: "javascript" in line.lower())
+    return _share(sum("javascript" in line for line in s.lower_lines), len(s.lines))
 
 
 @measure
@@ -205,7 +208,7 @@ def short_lines(s: Stats) -> float:
 @measure
 def policy_lines(s: Stats) -> float:
     """Share of lines that speak of terms, cookies, log-in, newsletters, JavaScript (C4 drops such lines)."""
-    return _line_share(s, _POLICY.search)
+    return _share(sum(map(bool, map(_POLICY.search, s.lower_lines))), len(s.lines))
 
 
 @measure
@@ -247,39 +250,45 @@ def duplicate_paragraph_chars(s: Stats) -> float:
     return _duplicate_chars(s.paragraphs)
 
 
-def ngram_ids(word_ids_n: np.ndarray, n: int) -> np.ndarray:
-    """Number of each n-gram of word numbers, int [len - n + 1]: equal n-grams, and only they, have equal numbers."""
-    if len(word_ids_n) < n:
-        return np.zeros(0, np.int64)
-    ids = word_ids_n
-    for k in range(1, n):  # a pair of numbers becomes one number, so nothing collides and nothing overflows
-        _, ids = np.unique(ids[:-1] * (len(word_ids_n) + 1) + word_ids_n[k:], return_inverse=True)
-    return ids
+def ngram_hashes(word_ids_n: np.ndarray, n: int) -> np.ndarray:
+    """A 64-bit hash of each n-gram of word numbers, uint64 [len - n + 1] (two different ones agree once in 2^64)."""
+    count = max(0, len(word_ids_n) - n + 1)
+    mixed = (word_ids_n.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    out = np.zeros(count, np.uint64)
+    for k in range(n):
+        out = out * np.uint64(0xD1B54A32D192ED03) + mixed[k : k + count]
+    return out
 
 
 def top_ngram_share(s: Stats, n: int) -> float:
     """Share of characters in the most frequent n-gram (0 when it occurs once); ties go to the one that covers more."""
-    ids = ngram_ids(s.word_ids, n)
-    if not len(ids):
+    hashes = ngram_hashes(s.word_ids, n)
+    if len(hashes) < 2:
         return 0.0
-    counts = np.bincount(ids)
-    if counts.max() < 2:
+    ordered = np.sort(hashes)
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    counts = np.diff(np.append(starts, len(ordered)))
+    top = int(counts.max())
+    if top < 2:
         return 0.0
-    sizes = np.zeros(len(counts), np.int64)
-    sizes[ids] = s.word_ends[n:] - s.word_ends[:-n]
-    return min(1.0, _share(float(counts.max() * sizes[counts == counts.max()].max()), float(s.word_ends[-1])))
+    places = np.flatnonzero(np.isin(hashes, ordered[starts[counts == top]]))
+    longest = int((s.word_ends[places + n] - s.word_ends[places]).max())
+    return min(1.0, _share(top * longest, float(s.word_ends[-1])))
 
 
 def duplicate_ngram_share(s: Stats, n: int) -> float:
     """Share of characters inside n-grams that occurred before, overlaps counted once (Gopher)."""
-    ids = ngram_ids(s.word_ids, n)
-    if not len(ids):
+    hashes = ngram_hashes(s.word_ids, n)
+    order = np.argsort(hashes, kind="stable")
+    again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]  # not the first of its kind
+    if not len(again):
         return 0.0
-    again = np.ones(len(ids), bool)
-    again[np.unique(ids, return_index=True)[1]] = False  # first occurrences
     edges = np.zeros(len(s.word_ids) + 1, np.int64)
-    np.add.at(edges, np.flatnonzero(again), 1)
-    np.add.at(edges, np.flatnonzero(again) + n, -1)
+    edges[again] += 1
+    edges[again + n] -= 1
     inside = np.cumsum(edges[:-1]) > 0
     return _share(float(np.diff(s.word_ends)[inside].sum()), float(s.word_ends[-1]))
 
