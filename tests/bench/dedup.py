@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from tasks import documents, minhash, shingles
 from tasks.params import ROOT
@@ -116,18 +117,22 @@ def rensa(texts: list[str]) -> tuple[Callable[[int, int], bool], int]:
 
 def datatrove(texts: list[str]) -> tuple[Callable[[int, int], bool], int]:
     """Its own signature step with words split at spaces (its word tokenizer needs spacy), its bands put into buckets here."""
-    import numpy as np
-    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
-    from datatrove.utils.text import TextNormConfig
+    import xxhash
+    from datatrove.pipeline.dedup import minhash as theirs
 
-    config = MinhashConfig(n_grams=NGRAM, num_buckets=BANDS, hashes_per_bucket=ROWS, norm_config=TextNormConfig())
-    step = MinhashDedupSignature(output_folder=tempfile.mkdtemp(), config=config)
-    step._word_tokenizer = type("Spaces", (), {"word_tokenize": staticmethod(str.split)})()
+    spaces = type("Spaces", (), {"word_tokenize": staticmethod(str.split)})
+    config = theirs.MinhashConfig(n_grams=NGRAM, num_buckets=BANDS, hashes_per_bucket=ROWS)
+    with (
+        tempfile.TemporaryDirectory() as tmp,
+        mock.patch.object(theirs, "load_word_tokenizer", lambda language: spaces()),
+    ):
+        step = theirs.MinhashDedupSignature(output_folder=tmp, config=config)
+    step._hash_func = lambda gram: xxhash.xxh64_intdigest(gram.encode())  # its own gives xxhash 4 a str, which refuses
     buckets, partners = {}, []
     for number, text in enumerate(texts):
         met: set[int] = set()
         for band, part in enumerate(step.get_signature(step.get_shingles(text))):
-            bucket = buckets.setdefault((band, np.asarray(part).tobytes()), [])
+            bucket = buckets.setdefault((band, *part), [])
             met.update(bucket)
             bucket.append(number)
         partners.append(met)
