@@ -31,11 +31,11 @@ _IMAGE_CLASSES = frozenset(
 )
 _DISPLAY_CLASSES = frozenset("math-display display mwe-math-fallback-image-display displaymath katex-display".split())
 _SKIPPED = frozenset("script style pre code textarea noscript template kbd samp svg annotation".split())
-# Copies for the eye of what another element says in TeX or MathML.
-_COPIES = (
-    ".katex-html", ".MathJax_Preview", ".MJX_Assistive_MathML", "span.MathJax", "span.MathJax_SVG", "span.MathJax_CHTML",
-    "div.MathJax_Display", "div.MathJax_SVG_Display", ".mjx-chtml", "mjx-container mjx-math",
-)  # fmt: skip
+# Copies for the eye of what another element says in TeX or MathML, by class.
+_COPIES = frozenset(
+    "katex-html mathjax_preview mjx_assistive_mathml mathjax mathjax_svg mathjax_chtml mathjax_display mathjax_svg_display"
+    " mjx-chtml".split()
+)
 _ENVIRONMENTS = r"equation|align|gather|multline|eqnarray|alignat|flalign|displaymath"
 _DELIMITED = re.compile(
     r"\\\((?P<i>.{1,2000}?)\\\)|\\\[(?P<d>.{1,8000}?)\\\]|\$\$(?P<dd>[^$]{1,8000}?)\$\$"
@@ -100,22 +100,15 @@ def _has_ancestor(node: Any, classes: frozenset[str], levels: int = 4) -> bool:
     return False
 
 
-def _remove(document: Any, selector: str) -> None:
-    for node in document.query_selector_all(selector):
-        if node.parent is not None:
-            node.parent.remove_child(node)
-
-
-def _scripts(document: Any, formulas: _Formulas) -> None:
-    for node in document.query_selector_all("script"):
-        kind = (node.getattr("type") or "").lower()
-        if kind.startswith("math/tex"):
-            tex = re.sub(r"^\s*%?\s*<!\[CDATA\[|%?\s*\]\]>\s*$", "", node.text)
-            formulas.put(node, tex, "display" in kind, "mathjax_script")
-        elif kind.startswith("math/mml"):
-            inner = formulas.tree.parse(node.text).document.query_selector("math")
-            if inner is not None:
-                _mathml(inner, formulas, node)
+def _script(node: Any, formulas: _Formulas) -> None:
+    kind = (node.getattr("type") or "").lower()
+    if kind.startswith("math/tex"):
+        tex = re.sub(r"^\s*%?\s*<!\[CDATA\[|%?\s*\]\]>\s*$", "", node.text)
+        formulas.put(node, tex, "display" in kind, "mathjax_script")
+    elif kind.startswith("math/mml"):
+        inner = formulas.tree.parse(node.text).document.query_selector("math")
+        if inner is not None:
+            _mathml(inner, formulas, node)
 
 
 def _mathml(element: Any, formulas: _Formulas, place: Any = None) -> None:
@@ -136,20 +129,19 @@ def _mathml(element: Any, formulas: _Formulas, place: Any = None) -> None:
     formulas.put(place, tex, display, carrier)
 
 
-def _mathjax3(document: Any, formulas: _Formulas) -> None:
-    for node in document.query_selector_all("mjx-container"):
-        inner = node.query_selector("mjx-assistive-mml math")
-        display = node.getattr("display") in ("true", "block", "")
-        if inner is not None:
-            display = display or inner.getattr("display") == "block"
-            try:
-                tree = from_dom(inner)
-                tex = annotation(tree) or presentation(tree)
-            except ValueError:
-                tex = ""
-            formulas.put(node, tex, display, "mathjax3")
-        else:
-            formulas.put(node, node.getattr("aria-label") or "", display, "mathjax3_label")
+def _mathjax3(node: Any, formulas: _Formulas) -> None:
+    inner = node.query_selector("mjx-assistive-mml math")
+    display = node.getattr("display") in ("true", "block", "")
+    if inner is None:
+        formulas.put(node, node.getattr("aria-label") or "", display, "mathjax3_label")
+        return
+    display = display or inner.getattr("display") == "block"
+    try:
+        tree = from_dom(inner)
+        tex = annotation(tree) or presentation(tree)
+    except ValueError:
+        tex = ""
+    formulas.put(node, tex, display, "mathjax3")
 
 
 def image_tex(node: Any) -> str:
@@ -165,23 +157,20 @@ def image_tex(node: Any) -> str:
     return alt if delimited or (told and not re.fullmatch(r"[A-Za-z ,.]{12,}", alt)) else ""
 
 
-def _images(document: Any, formulas: _Formulas) -> None:
-    for node in document.query_selector_all("img[alt]"):
-        classes = _classes(node)
-        beside_mathml = any(c.startswith("mwe-math-fallback") for c in classes) and _has_ancestor(
-            node, frozenset(("mwe-math-element",)), 2
-        )
-        if beside_mathml and "xmathq" in (node.parent.text or ""):
-            node.parent.remove_child(node)  # the formula beside it has been taken
-            continue
-        tex = image_tex(node)
-        if tex:
-            display = bool(classes & _DISPLAY_CLASSES) or _has_ancestor(node, frozenset(("math", "displaymath")), 1)
-            formulas.put(node, tex, display, "image_alt")
+def _image(node: Any, formulas: _Formulas) -> None:
+    classes = _classes(node)
+    fallback = any(c.startswith("mwe-math-fallback") for c in classes)
+    if fallback and _has_ancestor(node, frozenset(("mwe-math-element",)), 2) and "xmathq" in (node.parent.text or ""):
+        node.parent.remove_child(node)  # the formula beside it has been taken
+        return
+    tex = image_tex(node)
+    if tex:
+        display = bool(classes & _DISPLAY_CLASSES) or _has_ancestor(node, frozenset(("math", "displaymath")), 1)
+        formulas.put(node, tex, display, "image_alt")
 
 
-def _delimiters(document: Any, formulas: _Formulas, single: bool) -> None:
-    """TeX in text nodes. The walk is its own stack: pages nest as deep as they like."""
+def _text(node: Any, formulas: _Formulas, single: bool) -> None:
+    """TeX between delimiters in a text node."""
 
     def found(match: re.Match) -> str:
         tex = next(g for g in (match["i"], match["d"], match["dd"], match["e"]) if g is not None)
@@ -192,23 +181,42 @@ def _delimiters(document: Any, formulas: _Formulas, single: bool) -> None:
     def found_single(match: re.Match) -> str:
         return formulas.mark(match["s"], False, "dollars") if _TEX_LIKE.search(match["s"]) else match.group()
 
-    stack = [formulas.tree.body or document]
+    text = node.text
+    if "\\" not in text and "$" not in text:
+        return
+    new = _DELIMITED.sub(found, text)
+    new = _SINGLE.sub(found_single, new) if single else new
+    if new != text:
+        node.parent.replace_child(formulas.tree.create_text_node(new), node)
+
+
+def _take(root: Any, formulas: _Formulas, single: bool) -> None:
+    """Every formula below `root` replaced by its mark, in document order, in one walk. The walk keeps its own stack: pages nest as
+    deep as they like, and resiliparse's collections take time quadratic in their length."""
+    stack = list(dom_children(root))[::-1]
     while stack:
         node = stack.pop()
-        for child in dom_children(node):
-            name = (child.node_name or "").lower()
-            if name == "#text":
-                text = child.text
-                if "\\" not in text and "$" not in text:
-                    continue
-                new = _DELIMITED.sub(found, text)
-                new = _SINGLE.sub(found_single, new) if single else new
-                if new != text:
-                    node.replace_child(formulas.tree.create_text_node(new), child)
-            elif name and not name.startswith(("#", "!")):
-                tag = child.tag
-                if tag not in _SKIPPED or (tag == "code" and "math" in " ".join(_classes(child))):
-                    stack.append(child)
+        name = (node.node_name or "").lower()
+        if name == "#text":
+            _text(node, formulas, single)
+            continue
+        if not name or name.startswith(("#", "!")):
+            continue
+        tag = node.tag
+        if tag == "mjx-container":
+            _mathjax3(node, formulas)
+        elif tag == "script":
+            _script(node, formulas)
+        elif tag == "math" or tag.endswith(":math"):
+            _mathml(node, formulas)
+        elif tag == "img":
+            _image(node, formulas)
+        elif tag in _SKIPPED and not (tag == "code" and "math" in " ".join(_classes(node))):
+            continue
+        elif _classes(node) & _COPIES:
+            node.parent.remove_child(node)
+        else:
+            stack += list(dom_children(node))[::-1]
 
 
 def restore(text: str, found: list[tuple[str, bool]]) -> tuple[str, int]:
@@ -245,18 +253,7 @@ def extract_math_page(body: bytes, http_charset: str = "") -> MathPage:
     if document is None:
         return MathPage(extract_page(body, http_charset))
     single = bool(_DOLLARS_DECLARED.search(html))
-    _mathjax3(document, formulas)
-    _scripts(document, formulas)
-    for selector in _COPIES:
-        _remove(document, selector)
-    for node in document.query_selector_all("math"):
-        _mathml(node, formulas)
-    if b":math" in body[:2_000_000]:
-        for node in document.query_selector_all("*"):
-            if node.tag.endswith(":math"):
-                _mathml(node, formulas)
-    _images(document, formulas)
-    _delimiters(document, formulas, single)
+    _take(tree.body or document, formulas, single)
     page = extract_page(str(tree).encode("utf-8", "ignore"), "utf-8")
     text, placed = restore(page.text, formulas.found)
     page = Extracted(text, restore(page.title, formulas.found)[0], page.declared_lang, charset)

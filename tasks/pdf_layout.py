@@ -68,7 +68,7 @@ def _is_column(runs: Sequence[Run], width: float, size: float, least_lines: int,
     if written:
         return True
     fill = sorted(sum(r.x1 - r.x0 for r in level) for level in levels)[len(levels) // 2]
-    return fill > 0.5 * span
+    return span > 16 * size and len(levels) > least_lines and fill > 0.6 * span
 
 
 def blocks(runs: Sequence[Run], size: float, least_lines: int = 4, depth: int = 0) -> list[list[Run]]:

@@ -29,6 +29,7 @@ _CONTENTS = re.compile(
 )
 _INDEX = re.compile(r"(subject |general |alphabetical )?index|stichwortverzeichnis", re.IGNORECASE)
 _INDEX_ENTRY = re.compile(r".*?\D,? ?\d{1,4}(?:\s*[,–-]\s*\d{1,4})*\.?$")
+_LOGO = re.compile(r"L\^?\{?A\}? ?T_?\{?E\}?X(?![A-Z])")  # the raised letter is no exponent
 _ENDS = re.compile(r"[.!?:;。][\"'”’)\]]*$")
 _HYPHEN_END = re.compile(r"([^\W\d_]+(?:-[^\W\d_]+)*)-$")
 
@@ -246,7 +247,8 @@ def clean(
         if after in footnotes and not drop[max(0, min(after, len(drop) - 1))] == "references":
             parts += paragraphs(footnotes[after], hyphens)
         last = max(last, end)
-    result.text = re.sub(r"[ \t]{2,}", " ", "\n\n".join(p for p in parts if p.strip())).strip()
+    text = re.sub(r"[ \t]{2,}", " ", "\n\n".join(p for p in parts if p.strip())).strip()
+    result.text = _LOGO.sub("LaTeX", text)
     return result
 
 

@@ -2,6 +2,7 @@ r"""Mathematics from HTML, PDF and TeX: how much of what the author wrote comes 
 
     python -m tests.bench.math_science mathml [--node-modules DIR]
     python -m tests.bench.math_science pdf DIR [DIR ...] [--half held]
+    python -m tests.bench.math_science html DIR [DIR ...]
     python -m tests.bench.math_science tex DIR [DIR ...]
 
 `pdf` compares the text of PDFs with the TeX source beside them (Debian's pari-doc and texlive-science-doc ship both: `apt-get
@@ -284,6 +285,50 @@ def measure_mathml(corpus: Path, modules: Path | None) -> None:
     _compare("KaTeX", [tuple(pair) for pair in json.loads(done.stdout)])
 
 
+def measure_html(roots: list[Path]) -> None:
+    """Sphinx pages against the reStructuredText they were made from (`_sources/`): how many of the source's formulas the page's
+    text holds, by our extraction and by the extractor alone with TeX delimiters replaced."""
+    from collections import Counter
+
+    from tasks.extract import extract_page
+    from tasks.math_html import extract_math_page, has_math_markup
+
+    gold_total = pages = lost = 0
+    hits: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    carriers: Counter[str] = Counter()
+    for source in sorted(p for root in roots for p in root.rglob("_sources/**/*.rst*")):
+        folder = next(p for p in source.parents if p.name == "_sources")
+        page = folder.parent / source.relative_to(folder).as_posix().replace(".rst.txt", ".html").replace(
+            ".rst", ".html"
+        )
+        if not page.is_file():
+            continue
+        body = page.read_bytes()
+        gold = Counter(map(normalise_tex, latex.math_spans(latex.rst_to_text(source.read_text(encoding="utf-8")))))
+        if not gold or not has_math_markup(body):
+            continue
+        pages += 1
+        gold_total += gold.total()
+        start = time.process_time()
+        found = extract_math_page(body)
+        seconds["ours"] += time.process_time() - start
+        start = time.process_time()
+        alone = latex.dollars(extract_page(body).text)
+        seconds["extractor alone"] += time.process_time() - start
+        carriers.update(found.carriers)
+        lost += found.lost
+        for name, text in (("ours", found.page.text), ("extractor alone", alone)):
+            hits[name] += (gold & Counter(map(normalise_tex, latex.math_spans(text)))).total()
+    print(
+        f"{pages} pages with {gold_total} formulas in their sources; carriers {dict(carriers)}, {lost} outside of the main content"
+    )
+    for name in ("extractor alone", "ours"):
+        print(
+            f"  {name:16} {hits[name] / max(1, gold_total):.4f} of them in the text, {pages / max(1e-9, seconds[name]):.0f} pages/s"
+        )
+
+
 def measure_tex(roots: list[Path]) -> None:
     """Every TeX file below the directories through tasks/tex_source.py: read, rejected with a reason, or crashed."""
     outcome: dict[str, int] = {}
@@ -317,12 +362,15 @@ def main() -> None:
     one = commands.add_parser("mathml")
     one.add_argument("--corpus", type=Path, default=Path("data/acquire"))
     one.add_argument("--node-modules", type=Path)
+    commands.add_parser("html").add_argument("directories", nargs="+", type=Path)
     commands.add_parser("tex").add_argument("directories", nargs="+", type=Path)
     args = parser.parse_args()
     if args.command == "pdf":
         measure_pdf(args.directories, args.half, args.limit, args.max_pages, args.chars, args.worst)
     elif args.command == "mathml":
         measure_mathml(args.corpus, args.node_modules)
+    elif args.command == "html":
+        measure_html(args.directories)
     else:
         measure_tex(args.directories)
 

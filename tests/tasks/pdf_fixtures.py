@@ -38,17 +38,19 @@ def make_pdf(pages: list[list[Placed]], trailer: str = "", count: int | None = N
 
 
 LEFT = [
-    "The left column begins here and has",
-    "a first sentence of several lines that",
-    "ends with a hyphen-",
-    "ated word, and then it goes",
-    "on with more text about primes.",
+    "The left column begins here and has in it the",
+    "a first sentence of several lines that then",
+    "comes to its end in the midst of a hyphen-",
+    "ated word, and then it goes on and further",
+    "on with more text about so many primes.",
+    "Nothing else is told of them in this column",
 ]
 RIGHT = [
-    "The right column is read second and",
-    "tells about fields and rings that",
-    "have an ideal structure in",
-    "some sense that we define",
+    "The right column is read second and it",
+    "tells about fields and rings that often",
+    "have an ideal structure in more than",
+    "some sense that we define at length",
+    "when we come to it, without any haste",
     "in the next part of this",
 ]
 
