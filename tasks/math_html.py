@@ -90,12 +90,12 @@ def _classes(node: Any) -> set[str]:
     return set((node.getattr("class") or "").lower().split())
 
 
-def _has_ancestor(node: Any, classes: frozenset[str], levels: int = 4) -> bool:
+def _has_ancestor(node: Any, classes: frozenset[str], levels: int = 4, tag: str = "") -> bool:
     for _ in range(levels):
         node = node.parent
         if node is None or not getattr(node, "tag", None):
             return False
-        if _classes(node) & classes:
+        if _classes(node) & classes and tag in ("", node.tag):
             return True
     return False
 
@@ -152,7 +152,7 @@ def image_tex(node: Any) -> str:
     delimited = re.fullmatch(r"\$+(.+?)\$+|\\[(\[](.+)\\[)\]]|\{\\displaystyle.*\}", alt, re.DOTALL)
     source = node.getattr("src") or ""
     told = _classes(node) & _IMAGE_CLASSES or re.search(
-        r"latex\.(php|codecogs)|/math/(?:render|[0-9a-f]/)|mimetex|mathtex", source
+        r"latex\.(php|codecogs)|/math/(?:render|[0-9a-f]{6,})|mimetex|mathtex", source
     )
     return alt if delimited or (told and not re.fullmatch(r"[A-Za-z ,.]{12,}", alt)) else ""
 
@@ -165,7 +165,7 @@ def _image(node: Any, formulas: _Formulas) -> None:
         return
     tex = image_tex(node)
     if tex:
-        display = bool(classes & _DISPLAY_CLASSES) or _has_ancestor(node, frozenset(("math", "displaymath")), 1)
+        display = bool(classes & _DISPLAY_CLASSES) or _has_ancestor(node, frozenset(("math", "displaymath")), 2, "div")
         formulas.put(node, tex, display, "image_alt")
 
 
@@ -191,8 +191,10 @@ def _text(node: Any, formulas: _Formulas, single: bool) -> None:
 
 
 def _take(root: Any, formulas: _Formulas, single: bool) -> None:
-    """Every formula below `root` replaced by its mark, in document order, in one walk. The walk keeps its own stack: pages nest as
-    deep as they like, and resiliparse's collections take time quadratic in their length."""
+    """Every formula below `root` replaced by its mark, in document order, in one walk.
+
+    The walk keeps its own stack, as pages nest as deep as they like; resiliparse's collections take time quadratic in their length.
+    """
     stack = list(dom_children(root))[::-1]
     while stack:
         node = stack.pop()

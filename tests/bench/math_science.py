@@ -321,12 +321,11 @@ def measure_html(roots: list[Path]) -> None:
         for name, text in (("ours", found.page.text), ("extractor alone", alone)):
             hits[name] += (gold & Counter(map(normalise_tex, latex.math_spans(text)))).total()
     print(
-        f"{pages} pages with {gold_total} formulas in their sources; carriers {dict(carriers)}, {lost} outside of the main content"
+        f"{pages} pages, {gold_total} formulas in their sources; carriers {dict(carriers)}, {lost} outside of the main content"
     )
     for name in ("extractor alone", "ours"):
-        print(
-            f"  {name:16} {hits[name] / max(1, gold_total):.4f} of them in the text, {pages / max(1e-9, seconds[name]):.0f} pages/s"
-        )
+        rate = pages / max(1e-9, seconds[name])
+        print(f"  {name:16} {hits[name] / max(1, gold_total):.4f} of them in the text, {rate:.0f} pages/s")
 
 
 def measure_tex(roots: list[Path]) -> None:

@@ -50,6 +50,7 @@ CASES = [
     ('<img class="math" src="x.png" alt="\\frac{1}{2}">', "$\\frac{1}{2}$", "image_alt"),
     ('<img class="latex" src="https://s0.wp.example/latex.php?latex=a" alt="a+b">', "$a+b$", "image_alt"),
     ('<img src="i.png" alt="$a^2$">', "$a^2$", "image_alt"),
+    ('<div class="math"><p><img src="../_images/math/0a1b2c3d4e5f.png" alt="F = m a"></p></div>', "$$F = m a$$", "image_alt"),
     ('<span class="math">\\(a_1 + b\\)</span>', "$a_1 + b$", "delimiters"),
     ("\\[ e = m c^2 \\]", "$$e = m c^2$$", "delimiters"),
     ("$$ e = m $$", "$$e = m$$", "delimiters"),
