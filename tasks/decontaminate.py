@@ -1,6 +1,7 @@
 """Remove documents that hold evaluation items: the gate that every training stage's data passes.
 
-    python -m tasks decontaminate
+    python -m tasks decontaminate          documents of data/dedup
+    python -m tasks decontaminate-swe      documents of data/swe_data
 
 Every text that the line evaluates on, or that a user names, is a list of items. A document is removed when it shares a run
 of 13 words with an item, holds the whole of an item that has fewer words (exact), or holds a passage of one with a few words
@@ -35,6 +36,7 @@ from tasks.overlap import ItemIndex
 from tasks.stage import Stage
 from tasks.texts import read_index
 
+SOURCES = ("data/dedup", "data/swe_data")  # one of them is a dependency
 ACQUIRED = "data/acquire"
 ABOUT = ("license", "licence", "copying", "readme")  # files of a benchmark's folder that are no items
 BENCHMARK_SUFFIXES = ("json", "jsonl", "txt")
@@ -215,8 +217,8 @@ def run(stage: Stage) -> None:
     index = build_index(config, extra)
     index.save(stage.scratch / "index")
     index.search("compiled here once, not by each worker")
-    out = stage.out("data/decontaminate")
-    shards = documents.document_shards(stage.dep("data/dedup"))
+    out = stage.out(stage.spec.outs[0])
+    shards = documents.document_shards(stage.dep(next(d for d in stage.spec.deps if d in SOURCES)))
     scores = sorted({name for path in shards for name in documents.read_footer(path)[1]} - set(documents.COLUMNS))
     made = {f"{number:05d}": stage.scratch / "out" / f"{number:05d}" for number in range(len(shards))}
     tasks = {

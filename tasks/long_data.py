@@ -24,7 +24,7 @@ from tasks import documents, mrcr, shingles
 from tasks.stage import Stage, StageConfig
 from tasks.tokens import document_split
 
-SOURCES = ("data/decontaminate", "data/swe_data")
+SOURCES = ("data/decontaminate", "data/decontaminate_swe")
 
 
 class Config(StageConfig):

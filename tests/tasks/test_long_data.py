@@ -133,7 +133,7 @@ def sources(tmp_path):
     swe = [documents.document("def f():\n    return 1\n" * 60, f"swe/{i}", "swe", lang="python") for i in range(2)]
     documents.write_documents(tmp_path / "a", web)
     documents.write_documents(tmp_path / "b", swe)
-    return {"data/decontaminate": tmp_path / "a", "data/swe_data": tmp_path / "b"}
+    return {"data/decontaminate": tmp_path / "a", "data/decontaminate_swe": tmp_path / "b"}
 
 
 CONFIG = {
