@@ -209,9 +209,15 @@ def read_parquet(file: InputFile, source: Any, limits: Limits) -> Iterator[Recor
                 names = probe.schema_arrow.names
                 columns = _check_columns(source, file, names)
                 text = probe.schema_arrow.field(source.columns.text).type
+                chunks = (probe.metadata.row_group(i) for i in range(probe.num_row_groups))
+                largest = max(
+                    (g.column(c).total_compressed_size for g in chunks for c in range(g.num_columns)), default=0
+                )
+            # A buffered stream allocates what a damaged page header says, so it is for large column chunks only.
+            buffer = 1 << 20 if largest > 64 << 20 else 0
             stream.seek(0)
             packed = [source.columns.text] if _is_text(text) or pa.types.is_binary(text) else None
-            with pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20, read_dictionary=packed) as table:
+            with pq.ParquetFile(stream, pre_buffer=False, buffer_size=buffer, read_dictionary=packed) as table:
                 yield from _table_rows(parquet_batches(table, columns, limits), file, source, limits)
     except (pa.ArrowException, OSError) as error:
         yield Rejected(file.name, "", "corrupt_file", f"expected parquet: {str(error)[:500]}")
@@ -238,5 +244,7 @@ def read_arrow(file: InputFile, source: Any, limits: Limits) -> Iterator[Record 
                     yield batch.select(columns)
 
             yield from _table_rows(batches(), file, source, limits)
+            if not is_file and raw.read(1):
+                yield Rejected(file.name, "", "corrupt_file", "there is more behind the stream's end mark")
     except (pa.ArrowException, OSError) as error:
         yield Rejected(file.name, "", "corrupt_file", f"expected an Arrow file: {str(error)[:500]}")

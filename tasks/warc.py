@@ -147,7 +147,7 @@ def read_stream(
     """
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
-    mask = WarcRecordType.no_type
+    mask = WarcRecordType.no_type | WarcRecordType.unknown  # as damaged headers look
     for kind in types:
         mask |= getattr(WarcRecordType, kind)
     for record in ArchiveIterator(stream, record_types=mask, parse_http=False):
@@ -160,6 +160,8 @@ def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
 
     url = record.headers.get("WARC-Target-URI", "")
     identity = record.record_id or url or file
+    if record.record_type in (WarcRecordType.unknown, WarcRecordType.no_type):
+        return BadRecord(identity, "unknown_type", f"{file}: WARC-Type {record.headers.get('WARC-Type', '')!r:.100}")
     if not url:
         return BadRecord(identity, "no_target_uri", file)
     declared = int(record.headers.get("Content-Length", "0") or 0)

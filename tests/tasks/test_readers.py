@@ -445,3 +445,59 @@ def test_http_errors_and_unknown_types_are_skipped_not_rejected(tmp_path):
     found = ingest_sources(tmp_path / "run", [{"name": "w", "type": "warc", "path": str(tmp_path / "a.warc.gz")}])
     assert [r.url for r in found.records] == ["http://x/2"]
     assert [s["reason"] for s in found.skipped] == ["http_status"] and not found.rejects
+
+
+def test_damaged_record_types_and_what_lies_behind_an_end_mark_are_reported(tmp_path):
+    data = warc(compress=False)
+    (tmp_path / "a.warc").write_bytes(data.replace(b"WARC-Type: response", b"WARC-Type: re5ponse", 1))
+    stream = arrow(tmp_path / "b.arrow")
+    whole = stream.read_bytes()
+    second = whole.index(b"\xff\xff\xff\xff", whole.index(TEXTS[2].encode()))
+    stream.write_bytes(whole[:second] + bytes(8) + whole[second + 8 :])
+    sources = [{"name": "w", "type": "warc", "path": str(tmp_path / "a.warc")}]
+    sources.append({"name": "h", "type": "hf", "path": str(tmp_path)})
+    found = ingest_sources(tmp_path / "run", sources)
+    assert found.texts == PAGES[1:] + TEXTS[:3]
+    assert found.reasons == ["unknown_type", "corrupt_file"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_damage_never_raises(tmp_path, seed):
+    """Bits flipped, bytes cut, inserted and copied in every container: records or rejects, and the next file is read."""
+    parquet(tmp_path / "p.parquet")
+    arrow(tmp_path / "a.arrow")
+    originals = {
+        "x.warc.gz": warc(), "x.warc": warc(compress=False), "x.warc.zst": zstd(warc(compress=False)), "x.jsonl": jsonl(),
+        "x.jsonl.gz": gz(jsonl()), "x.jsonl.zst": zstd(jsonl()), "x.parquet": (tmp_path / "p.parquet").read_bytes(),
+        "x.arrow": (tmp_path / "a.arrow").read_bytes(),
+    }  # fmt: skip
+    kinds = {"warc": "warc", "jsonl": "jsonl", "parquet": "hf", "arrow": "hf"}
+    sources = []
+    for name, data in originals.items():
+        kind, rng = kinds[name.split(".")[1]], random.Random(f"{seed} {name}")
+        folder = tmp_path / name
+        folder.mkdir()
+        for i in range(25):
+            damaged = bytearray(data)
+            for _ in range(rng.choice([1, 1, 2, 6])):
+                place, other = rng.randrange(len(damaged)), rng.randrange(len(damaged))
+                change = rng.randrange(4)
+                if change == 0:
+                    damaged[place] ^= 1 << rng.randrange(8)
+                elif change == 1:
+                    damaged[place : place + rng.randrange(40)] = b""
+                elif change == 2:
+                    damaged[place:place] = rng.randbytes(rng.randrange(40))
+                else:
+                    damaged[place : place + 30] = damaged[other : other + 30]
+                damaged = damaged or bytearray(b"x")
+            # a column's name may be what was damaged, which is an error of the parameters
+            if kind == "jsonl" or b"text" in damaged:
+                (folder / f"{i:02d}{name[1:]}").write_bytes(bytes(damaged))
+        (folder / f"zz{name[1:]}").write_bytes(data)
+        sources.append({"name": name, "type": kind, "path": str(folder)})
+    found = ingest_sources(tmp_path / "run", sources, max_record_mb=1.0)
+    for name in originals:
+        last = [r for r in found.records if r.source == name and r.meta["file"].startswith("zz")]
+        assert [r.content.decode().removeprefix("<p>") for r in last] == TEXTS, name
+    assert len(found.rejects) > 50

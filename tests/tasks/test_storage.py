@@ -224,6 +224,34 @@ def test_ingest_to_and_from_a_store(s3, tmp_path, monkeypatch):
     assert list(read_records(far.folder, ["html"])) == [r for r in local.records if r.kind == "html"]
 
 
+@pytest.mark.parametrize("name, kind", [("a.jsonl.zst", "jsonl"), ("b.warc.gz", "warc"), ("c.parquet", "parquet")])
+def test_a_source_that_cannot_be_reached_stops_the_run_and_is_no_reject(s3, tmp_path, monkeypatch, name, kind):
+    texts = ["".join(random.Random(i).choices("abcdefghij ", k=50_000)) for i in range(20)]
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(jsonl(texts)))
+    (tmp_path / "b.warc.gz").write_bytes(
+        warc([(f"http://x/{i}", t.encode(), "text/html") for i, t in enumerate(texts)])
+    )
+    parquet(tmp_path / "c.parquet", texts, row_group_size=3)
+    bucket().put_file(str(tmp_path / name), f"shards/{name}")
+    source = {"name": "s", "type": kind, "path": f"s3://shards/{name}"}
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 50_000)
+    whole, calls = remote.RemoteReader._range, []
+
+    def lost(self, start, end):
+        calls.append(start)
+        if len(calls) == 4:
+            raise OSError("the connection is lost")
+        return whole(self, start, end)
+
+    monkeypatch.setattr(remote.RemoteReader, "_range", lost)
+    with pytest.raises(remote.Interrupted, match="the connection is lost"):
+        ingest_sources(tmp_path / "run", [source], shard_mb=0.1)
+    assert not (tmp_path / "run/data/ingest").exists()
+    found = ingest_sources(tmp_path / "run", [source], shard_mb=0.1)
+    assert found.texts == texts and not found.rejects
+
+
 @pytest.mark.parametrize("ranges", [True, False])
 def test_sources_over_http(tmp_path, ranges):
     (tmp_path / "in").mkdir()
