@@ -31,7 +31,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern], ...] = tuple(
     for kind, needs, pattern in (
         ("PRIVATE_KEY", ("private key",),
          r"-----BEGIN (?P<k>(?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?)-----(?P<v>"
-         r"(?:[\s\"'+;,\\>|*#/]|\\n)*[A-Za-z0-9+/=\\\s\"':,.;()|*#>-]{40,}?)"
+         r"(?:(?!-----)[A-Za-z0-9+/=\\\s\"':,.;()|*#>-]){40,}?)"
          r"-----END (?P=k)-----"),
         ("AWS_KEY", ("akia", "asia", "abia", "acca"), r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}(?![A-Za-z0-9])"),
         ("AWS_KEY", ("aws",),
@@ -195,7 +195,7 @@ def _around(text: str, start: int, end: int) -> tuple[int, int]:
     first = start
     while first > 0 and start - first < 40 and (text[first - 1] in "0123456789abcdefABCDEF:."):
         first -= 1
-    match = _ADDRESS.match(text, first)
+    match = _ADDRESS.match(text, first, end + 40)
     last = match.end() if match else end
     while last > end and text[last - 1] in ".:" and text[last - 2 : last] != "::":
         last -= 1
