@@ -14,6 +14,7 @@ from typing import Any
 
 from tasks.archives import ArchiveError, matches, read_archive, safe_path
 from tasks.archives import Limits as ArchiveLimits
+from tasks.licences import identify
 from tasks.readers import DATA_ERRORS, Limits, Rejected, make_record, open_plain, read_bounded
 from tasks.records import Record
 from tasks.remote import InputFile, as_local, local_path, open_file
@@ -119,18 +120,32 @@ def read_git(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | 
     if re.match(r"https?://[^@]+$|git@", remote or ""):
         meta["origin"] = remote
     licences = [e.name for e in commit.tree if e.name and LICENCE.fullmatch(e.name)]
+    licence = ""
     if licences:
         meta["licence_file"] = min(licences)
+        licence = _licence(repository, commit.tree[meta["licence_file"]].id)
     number = 0
     try:
         for path, entry, refused in _entries(repository, commit.tree, "", 0):
             if not (refused == "unsafe_path" or matches(path, source.globs, source.exclude) or path in licences):
                 continue
             number += 1
-            yield _blob(repository, file, source, limits, number, path, entry, refused, meta)
+            yield _blob(repository, file, source, limits, number, path, entry, refused, licence, meta)
     except (pygit2.GitError, KeyError, *DATA_ERRORS) as error:
         detail = f"after file {number}: {type(error).__name__}: {error}; the rest of the tree is not read"
         yield Rejected(file.name, f"after file {number}", "corrupt_repository", detail)
+
+
+def _licence(repository: Any, blob: Any) -> str:
+    """The repository's licence, an SPDX expression, from its licence file; "" when that is none known or damaged."""
+    import pygit2
+
+    try:
+        if repository.odb.read_header(blob)[1] > 1 << 20:
+            return ""
+        return identify(repository[blob].data.decode("utf-8", "replace")).expression
+    except (pygit2.GitError, KeyError, AttributeError):
+        return ""
 
 
 def _blob(
@@ -142,6 +157,7 @@ def _blob(
     path: str,
     entry: Any,
     refused: str,
+    licence: str,
     meta: dict,
 ) -> Record | Rejected:
     import pygit2
@@ -156,7 +172,18 @@ def _blob(
     except (pygit2.GitError, KeyError, *DATA_ERRORS) as error:
         return Rejected(file.name, path, "corrupt_object", f"{entry.id}: {error}")
     meta = meta | {"blob": str(entry.id)}
-    return make_record(source, file, number, source.kind, content, limits, path=path, meta=meta, expected=True)
+    return make_record(
+        source,
+        file,
+        number,
+        source.kind,
+        content,
+        limits,
+        path=path,
+        fields={"licence": source.licence or licence},
+        meta=meta,
+        expected=True,
+    )
 
 
 def _entries(repository: Any, tree: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any, str]]:

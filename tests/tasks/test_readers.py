@@ -142,12 +142,27 @@ def test_directories_of_html_and_pdf(tmp_path):
     ]
 
 
+MIT = """Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+documentation files (the "Software"), to deal in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to
+whom the Software is furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
+ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""
+
+
 def repository(folder):
     folder.mkdir()
     git(folder, "init", "-q")
     (folder / "src").mkdir()
     (folder / "src/a.py").write_text("print('a')\n")
-    (folder / "LICENSE").write_text("MIT License\n")
+    (folder / "LICENSE").write_text(MIT)
     (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
     (folder / "link").symlink_to("/etc/passwd")
     git(folder, "add", "-A")
@@ -168,17 +183,17 @@ def test_git_normal_and_bare_at_a_ref_without_running_a_hook(tmp_path):
             script.chmod(0o755)
         git(folder, "config", "core.fsmonitor", f"touch {tmp_path}/ran")
     sources = [
-        {"name": "n", "type": "git", "path": str(normal), "licence": "MIT"},
+        {"name": "n", "type": "git", "path": str(normal), "licence": "CC0-1.0"},
         {"name": "b", "type": "git", "path": str(tmp_path / "bare.git"), "ref": "v1", "globs": ["src/**"]},
     ]
     found = ingest_sources(tmp_path / "run", sources)
     head, tag = git(normal, "rev-parse", "HEAD"), git(normal, "rev-parse", "v1")
     records = [(r.source, r.path, r.content, r.meta["commit"], r.meta["repo"], r.licence) for r in found.records]
     assert records == [
-        ("n", "LICENSE", b"MIT License\n", head, "normal", "MIT"),
-        ("n", "src/a.py", b"print('b')\n", head, "normal", "MIT"),
-        ("b", "LICENSE", b"MIT License\n", tag, "bare", ""),
-        ("b", "src/a.py", b"print('a')\n", tag, "bare", ""),
+        ("n", "LICENSE", MIT.encode(), head, "normal", "CC0-1.0"),
+        ("n", "src/a.py", b"print('b')\n", head, "normal", "CC0-1.0"),
+        ("b", "LICENSE", MIT.encode(), tag, "bare", "MIT"),
+        ("b", "src/a.py", b"print('a')\n", tag, "bare", "MIT"),
     ]
     assert {r.meta["licence_file"] for r in found.records} == {"LICENSE"}
     assert [(s["id"], s["reason"]) for s in found.skipped] == [
