@@ -5,8 +5,9 @@
 Read: reStructuredText, Markdown, TeX and PDF files of the index's `domains` (data/acquire), every page of its WARC files
 that holds MathML or TeX, and the pages and PDFs among the user's own records (data/ingest). Each document gets
 `math_score`, how mathematical it reads, by chunk and aggregate: every chunk is scored alone; the length-weighted mean is
-`math_score`, the best chunk `math_max`. What falls below a limit is in the exclusions table; a PDF or TeX source that
-cannot be read is in rejects/ with its reason. audit/ holds samples of kept and removed text for a person to read.
+`math_score`, the best chunk `math_max`; `educational` is how useful it is for teaching (tasks/educational.py). What falls
+below a limit is in the exclusions table; a PDF or TeX source that cannot be read is in rejects/ with its reason. audit/
+holds samples of kept and removed text for a person to read.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from pydantic import Field
 
 from tasks import documents, latex, pdf, tex_source
 from tasks.code_text import is_training_file
+from tasks.educational import EducationalConfig, EducationalScorer, train_scorer
 from tasks.extract import NotText
+from tasks.labeller import LabellerConfig
 from tasks.math_audit import Audit
 from tasks.math_html import extract_math_page, has_math_markup
+from tasks.quality import StaticEmbedder
 from tasks.records import read_records
 from tasks.stage import Stage, StageConfig
 from tasks.texts import read_index
@@ -52,6 +56,10 @@ class Config(StageConfig):
     max_pdf_pages: int = Field(0, ge=0, description="pages read per PDF; 0: all")
     reject_pdf_pages: int = Field(5000, ge=1, description="a PDF of more pages is rejected")
     pdf_seconds: float = Field(60.0, gt=0, description="time for one PDF; then it is rejected")
+    educational: EducationalConfig | None = Field(EducationalConfig(), description="the educational scorer; null: none")
+    labeller: LabellerConfig = Field(LabellerConfig(), description="a language model to distil its labels from")
+    embedder: str = Field("models/potion-base-8M", description="its embedding model, below data/acquire")
+    min_educational: float = Field(0.0, ge=0, le=1, description="limit on educational; 0: none is left out for it")
     pdf_memory_mb: int = Field(2048, ge=256, description="memory of the process that reads PDFs")
 
 
@@ -188,11 +196,23 @@ class _Sources:
             yield {"text": text, "source": record.source, "url": record.url, "lang": record.lang, "meta": meta}
 
 
+def _scorer(stage: Stage) -> tuple[EducationalScorer | None, dict[str, object]]:
+    config: Config = stage.config
+    if config.educational is None:
+        return None, {}
+    acquired = stage.dep("data/acquire")
+    folder = acquired / config.embedder
+    embedder = StaticEmbedder(folder) if folder.is_dir() else None
+    return train_scorer(acquired, embedder, config.educational, config.labeller, stage.root / "work" / "labels")
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
     out = stage.out("data/math")
     kinds: Counter[str] = Counter()
     audit = Audit(out / "audit")
+    scorer, about = _scorer(stage)
+    names = ("math_score", "math_max", *(("educational",) if scorer else ()))
     limits = pdf.Limits(
         read_pages=config.max_pdf_pages,
         max_pages=config.reject_pdf_pages,
@@ -200,14 +220,14 @@ def run(stage: Stage) -> None:
         memory_bytes=config.pdf_memory_mb << 20,
     )
 
-    def kept(sources: _Sources) -> Iterator[dict]:
+    def judged(sources: _Sources) -> Iterator[tuple[dict, int, tuple[str, float] | None]]:
+        """(row with its scores, formulas, what it is removed for)."""
         parts = [sources.files(), sources.records()] + ([sources.pages()] if config.pages else [])
         for found in (row for part in parts for row in part):
             text = cut(found["text"], config.max_chars)
-            row = found | {"text": text}
             count = formula_count(text)
-            # Other scores of a document (how educational it reads: tasks/educational.py) are columns beside these two.
             mean, best = score(text, config.chunk_chars)
+            row = found | {"text": text, "math_score": mean, "math_max": best}
             verdict = None
             if len(text) < config.min_chars:
                 verdict = ("too_short", len(text))
@@ -215,20 +235,27 @@ def run(stage: Stage) -> None:
                 verdict = ("few_formulas", count)
             elif mean < config.min_score:
                 verdict = ("math_score", mean)
-            audit.document(row, count, mean, verdict)
+            elif scorer:
+                row["educational"] = round(float(scorer.score([text])[0]), 6)
+                if row["educational"] < config.min_educational:
+                    verdict = ("educational", row["educational"])
+            yield row, count, verdict
+
+    def kept(sources: _Sources) -> Iterator[dict]:
+        for row, count, verdict in judged(sources):
+            audit.document(row, count, row["math_score"], verdict)
             if verdict:
                 excluded.add(row, *verdict)
                 continue
-            kinds[found["meta"]["kind"]] += 1
-            meta = found["meta"] | {"formulas": count}
-            yield documents.document(
-                text, found["source"], "math", url=found["url"], lang=found.get("lang", ""), meta=meta,
-                math_score=mean, math_max=best,
-            )  # fmt: skip
+            kinds[row["meta"]["kind"]] += 1
+            meta = row["meta"] | {"formulas": count}
+            scores = {name: row[name] for name in names}
+            lang = row.get("lang", "")
+            yield documents.document(row["text"], row["source"], "math", url=row["url"], lang=lang, meta=meta, **scores)
 
     with documents.Exclusions(out) as excluded, pdf.Reader(limits) as reader:
         rows = kept(_Sources(stage, reader, audit))
-        written = documents.write_documents(out, rows, scores=("math_score", "math_max"))
+        written = documents.write_documents(out, rows, scores=names)
     audit.write()
     stage.rows(documents=written["documents"], excluded=sum(excluded.counts.values()))
     stage.metric(
@@ -237,6 +264,7 @@ def run(stage: Stage) -> None:
         formulas=audit.formulas,
         kinds=dict(sorted(kinds.items())),
         carriers=dict(sorted(audit.carriers.items())),
+        educational=about,
         removed=dict(sorted(excluded.counts.items())),
         pdf_lines_removed=dict(sorted(audit.lines["pdf"].items())),
     )

@@ -193,7 +193,7 @@ def _text(node: Any, formulas: _Formulas, single: bool) -> None:
 def _take(root: Any, formulas: _Formulas, single: bool) -> None:
     """Every formula below `root` replaced by its mark, in document order, in one walk.
 
-    The walk keeps its own stack, as pages nest as deep as they like; resiliparse's collections take time quadratic in their length.
+    The walk keeps its own stack, as pages nest as deep as they like; resiliparse's collections take quadratic time.
     """
     stack = list(dom_children(root))[::-1]
     while stack:

@@ -108,6 +108,8 @@ def test_stage_reads_files_and_pages(tmp_path):
             "kind": kind,
             "domain": "math",
             "licence": "MIT",
+            "member": name,
+            "use": "train",
         }
         rows.append(row | {"bytes": len(data), "sha256": "", "url": ""})
     pq.write_table(pa.Table.from_pylist(rows), real / "index.parquet")
