@@ -26,8 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tasks import latex
 from tasks.labeller import RUBRICS, Labeller, LabellerConfig, LabelResult
-from tasks.passages import score_passages, split_passages, spread
-from tasks.quality import LogisticRegression, StaticEmbedder, surface_features
+from tasks.passages import load_regression, save_regression, score_passages, split_passages, spread
+from tasks.quality import LogisticRegression, StaticEmbedder
+from tasks.quality_features import FEATURES, surface_features
 from tasks.texts import READABLE, BadFile, file_documents, read_index
 
 EDUCATIONAL = 3  # the language model's score from which a chunk counts as educational
@@ -58,7 +59,7 @@ class EducationalConfig(BaseModel):
     examples: int = Field(2500, ge=10, description="at most this many chunks per class")
     per_source: int = Field(500, ge=1, description="at most this many chunks per class of one expression and item")
     chars: int = Field(1500, ge=200, description="length of a chunk")
-    chunks: int = Field(48, ge=1, description="chunks of a document that are scored, evenly spread")
+    chunks: int = Field(24, ge=1, description="chunks of a document that are scored, evenly spread")
     l2: float = Field(0.05, ge=0, description="penalty of the regression, per example")
 
     @field_validator("positives", "negatives")
@@ -103,6 +104,22 @@ class EducationalScorer:
     def score(self, texts: Sequence[str]) -> np.ndarray:
         """Educational value of each text, 0..1, float64 [n]."""
         return score_passages(texts, self.config.chars, self.config.chunks, self.chunk_scores, aggregate, batch=256)
+
+    def _about(self) -> dict:
+        size = self.embedder.dimension if self.embedder else 0
+        return {"surface": list(FEATURES), "embedding": size, "chars": self.config.chars, "chunks": self.config.chunks}
+
+    def save(self, directory: str | Path) -> None:
+        save_regression(directory, "educational", self.regression, self._about())
+
+    @classmethod
+    def load(
+        cls, directory: str | Path, embedder: StaticEmbedder | None, config: EducationalConfig
+    ) -> EducationalScorer:
+        """ValueError when it was saved for other features or other chunks."""
+        found = cls(embedder, config)
+        found.regression = load_regression(directory, "educational", found._about())
+        return found
 
 
 def _texts(acquired: Path, row: Mapping, limit: int) -> list[str]:

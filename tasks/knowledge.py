@@ -69,14 +69,14 @@ class KnowledgeClassifier:
     ) -> dict[str, int]:
         """Train; `labels` maps the index of a page to a language model's score 0..5. Returns the counts for the metrics.
 
-        ValueError when there are fewer than 20 passages of a class.
+        ValueError when there are fewer than 10 passages of a class.
         """
         config, labels = self.config, labels or {}
         positives, _ = self.examples(entries, config.examples)
         unlabelled, owners = self.examples(pages, config.examples)
-        if min(len(positives), len(unlabelled)) < 20:
+        if min(len(positives), len(unlabelled)) < 10:
             raise ValueError(
-                f"knowledge: {len(positives)} passages of encyclopedia entries and {len(unlabelled)} of pages; 20 of each needed"
+                f"knowledge: {len(positives)} passages of encyclopedia entries and {len(unlabelled)} of pages; 10 of each needed"
             )
         p, u = self.embedder.embed(positives), self.embedder.embed(unlabelled)
         period = round(1 / config.spies)

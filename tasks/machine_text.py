@@ -222,6 +222,17 @@ class TemplateCounter:
         for text in texts:
             self._count[self.cells(text)] += 1
 
+    def save(self, path: str | Path) -> None:
+        np.save(path, self._count, allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> TemplateCounter:
+        """A counter of the size it was saved with."""
+        found = cls(bits=1)
+        found._count = np.load(path, allow_pickle=False)
+        found._mask = len(found._count) - 1
+        return found
+
     def share(self, text: str, documents: int) -> float:
         """Share of the text's runs that at least `documents` counted documents have; 0 for fewer than ten runs."""
         cells = self.cells(text)

@@ -6,9 +6,10 @@ Reads data/acquire and, for the user's own `sources`, the records of data/ingest
 content -> language -> heuristic filters -> quality scores -> the lowest buckets dropped. Encyclopedia and prose enter as they
 are, with language and scores. Works in two passes over units (tasks/web_pages.py), with scratch files between them, so that
 memory does not grow with the corpus; the classifiers are trained between the passes. Writes documents/ (score columns
-`lang_score`, `quality`, `quality_<model>`, `quality_bucket`), exclusions/ (what was removed, by which rule, at which value),
-quality/ (the classifiers), audit/ (pictures, tables and samples for people). metrics/web.json holds the funnel: documents and
-bytes left after each step (notes D.2).
+`lang_score`, `quality`, `quality_<model>`, `quality_bucket`, and `knowledge`, `educational`, `machine_text`, `template` of
+pages: tasks/web_judges.py), exclusions/ (what was removed, by which rule, at which value), quality/ and judges/ (the
+classifiers), audit/ (pictures, tables and samples for people). metrics/web.json holds the funnel: documents and bytes left
+after each step (notes D.2).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tasks.stage import Stage
 from tasks.texts import READABLE, read_index
 from tasks.warc import target_uri
 from tasks.web_audit import Flow, Tally, bin_start, write_audit
+from tasks.web_judges import COLUMNS as JUDGES
+from tasks.web_judges import MACHINE_STEPS, JudgesConfig, machine_made, rescued, train
 from tasks.web_pages import ReadTask, Rules, ScoreTask, iter_batches, read_unit, score_columns, score_unit
 
 DOMAINS = ("encyclopedia", "prose", "web")
@@ -69,14 +72,17 @@ class Config(EngineConfig):
         description="rule -> [low, high], null for open; in this order; a rule that is null is off (tasks/filters.py)"
     )
     quality: QualityConfig
+    judges: JudgesConfig = Field(JudgesConfig(), description="world knowledge, educational value, machine-made text")
 
 
 # ---- the units ---------------------------------------------------------------------------------------------------
 
 
-def plan_units(stage: Stage, acquired: Path, folder: Path) -> list[ReadTask]:
-    """Every WARC file and text item of the acquired corpus, and every shard of ingested records, in a fixed order."""
-    config: Config = stage.config
+def plan_units(config: Config, acquired: Path, ingested: Path | None, folder: Path) -> list[ReadTask]:
+    """Every WARC file and text item of the acquired corpus, and every shard of ingested records, in a fixed order.
+
+    `folder` is where the units' files go. ValueError when the language model is missing.
+    """
     model = acquired / "models" / "lid.176.ftz"
     if not model.is_file():
         raise ValueError(
@@ -92,7 +98,7 @@ def plan_units(stage: Stage, acquired: Path, folder: Path) -> list[ReadTask]:
         )
 
     shards = sorted((acquired / "warc").glob("*.warc*"))
-    records = record_shards(stage.dep("data/ingest"))
+    records = record_shards(ingested) if ingested else []
     by_shard: dict[str, list[dict]] = defaultdict(list)
     for row in index:
         if row["kind"] in ("html", "warc"):
@@ -118,16 +124,18 @@ def run(stage: Stage) -> None:
     check_rules(config.filters)
     acquired, out = stage.dep("data/acquire"), stage.out("data/web")
     folder = stage.scratch / "units"
-    units = plan_units(stage, acquired, folder)
+    units = plan_units(config, acquired, stage.dep("data/ingest"), folder)
     tally = Tally()
     with open_engine(config) as engine:
         _read(stage, engine, units, tally)
         classifier, quality_metrics = _train_quality(stage, acquired, units, out)
-        if classifier:
-            _score(stage, engine, acquired, units)
+        judged = _train_judges(stage, acquired, units, out)
+        _score(stage, engine, acquired, units, classifier is not None)
     with Exclusions(out) as excluded:
-        flow = Flow((*LANGUAGE_STEPS, *(name for name, bounds in config.filters.items() if bounds), BUCKET_STEP))
-        columns = score_columns(classifier) if classifier else ["quality"]
+        flow = Flow(
+            (*LANGUAGE_STEPS, *(name for name, bounds in config.filters.items() if bounds), *MACHINE_STEPS, BUCKET_STEP)
+        )
+        columns = [*(score_columns(classifier) if classifier else ["quality"]), *JUDGES]
         rows = _documents(config, units, classifier, excluded, flow, tally)
         summary = write_documents(out, rows, scores=("lang_score", *columns, "quality_bucket"))
     for path in write_audit(out / "audit", flow, tally):
@@ -143,6 +151,8 @@ def run(stage: Stage) -> None:
         megabytes=round(summary["bytes"] / 1e6, 3),
         languages=dict(sorted(pages.items(), key=lambda pair: (-pair[1], pair[0]))[:12]),
         quality=quality_metrics,
+        judges=judged,
+        rescued=flow.rescued["documents"],
     )
     stage.rows(documents=summary["documents"], excluded=sum(excluded.counts.values()))
     stage.print(
@@ -218,10 +228,22 @@ def _train_quality(
     return classifier, metrics | {"good_sources": len(goods), "bad_sources": len(bads)}
 
 
-def _score(stage: Stage, engine: Engine, acquired: Path, units: list[ReadTask]) -> None:
+def _train_judges(stage: Stage, acquired: Path, units: list[ReadTask], out: Path) -> dict[str, Any]:
+    """Train on what the first pass kept; the models go to scratch and to the output."""
+    pages = [Path(u.folder) / f"{u.name}.pages.parquet" for u in units]
+    folder, cache = stage.scratch / "judges", stage.root / "work" / "labels"
+    judged = train(stage.config.judges, pages, acquired, _embedder(acquired), folder, cache)
+    for name, about in judged.items():
+        stage.print(f"{name} learns from: {about['labels']}")
+    shutil.copytree(folder, out / "judges", ignore=shutil.ignore_patterns("templates.npy"))
+    return judged
+
+
+def _score(stage: Stage, engine: Engine, acquired: Path, units: list[ReadTask], quality: bool) -> None:
     """The second pass."""
-    embedder = str(_embedder(acquired) or "")
-    tasks = {u.name: ScoreTask(u.name, u.folder, str(stage.scratch / "quality"), embedder) for u in units}
+    embedder, judges = str(_embedder(acquired) or ""), str(stage.scratch / "judges")
+    classifier = str(stage.scratch / "quality") if quality else ""
+    tasks = {u.name: ScoreTask(u.name, u.folder, classifier, embedder, judges) for u in units}
     for _ in stage.progress(engine.map(score_unit, tasks, stage.scratch / "score"), len(units), "units scored"):
         pass
 
@@ -229,14 +251,10 @@ def _score(stage: Stage, engine: Engine, acquired: Path, units: list[ReadTask]) 
 # ---- from the scratch files to the outputs -----------------------------------------------------------------------
 
 
-def _rows(unit: ReadTask, scored: bool, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def _rows(unit: ReadTask, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The rows of both passes, side by side."""
     pages = Path(unit.folder) / f"{unit.name}.pages.parquet"
     scores = Path(unit.folder) / f"{unit.name}.scores.parquet"
-    if not scored:
-        for batch in iter_batches(pages, columns):
-            yield from batch
-        return
     for batch, beside in zip(iter_batches(pages, columns), iter_batches(scores), strict=True):
         yield from (row | score for row, score in zip(batch, beside, strict=True))
 
@@ -247,7 +265,7 @@ def _quantiles(units: list[ReadTask]) -> dict[bool, Quantiles]:
     for unit in units:
         if unit.kind != "texts":
             found: dict[bool, list[float]] = {True: [], False: []}
-            for row in _rows(unit, True, ["lang", "removed"]):
+            for row in _rows(unit, ["lang", "removed"]):
                 if row["removed"] is None:
                     found[row["lang"] == "en"].append(row["quality"])
             for english, scores in found.items():
@@ -269,7 +287,7 @@ def _documents(
     tables = {english: q.table(count) for english, q in groups.items()}
     ends = {english: q.lower_end(drop, count) or 0.0 for english, q in groups.items()}
     for unit in units:
-        for row in _rows(unit, classifier is not None):
+        for row in _rows(unit):
             reason, value = row.pop("removed"), row.pop("removed_value")
             size = len(row["text"].encode("utf-8"))
             licence = json.loads(row["meta"]).get("licence", "")
@@ -282,6 +300,14 @@ def _documents(
                 excluded.add(row, reason, value)
                 flow.remove(reason, size)
                 continue
+            for column in JUDGES:
+                if row[column] is not None:
+                    tally.histograms[column][bin_start(row[column])] += 1
+            if made := machine_made(config.judges, row):
+                excluded.add(row, *made)
+                flow.remove(made[0], size)
+                tally.sample(made[0], "removed", 1 - made[1], made[1], row)
+                continue
             if classifier:
                 english = row["lang"] == "en"
                 row["quality_bucket"] = int(tables[english][score_bins(row["quality"])])
@@ -290,7 +316,10 @@ def _documents(
                     tally.histograms[column][bin_start(row[column])] += 1
                 far = abs(row["quality"] - ends[english])
                 tally.sample("quality", "removed" if low else "kept", far, row["quality"], row)
-                if low:
+                if low and rescued(config.judges, row):
+                    flow.rescued.update(documents=1, bytes=size)
+                    tally.sample("rescued", "kept", 1 - row["knowledge"], row["knowledge"], row)
+                elif low:
                     excluded.add(row, BUCKET_STEP, row["quality"])
                     flow.remove(BUCKET_STEP, size)
                     continue

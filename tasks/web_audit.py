@@ -81,6 +81,7 @@ class Flow:
     def __init__(self, steps: Sequence[str]) -> None:
         self.steps = tuple(steps)
         self.entered: Counter[str] = Counter()
+        self.rescued: Counter[str] = Counter()  # what a dropped bucket held and its knowledge kept
         self.removed: dict[str, Counter[str]] = {step: Counter() for step in steps}
         self.languages: dict[str, Counter[str]] = defaultdict(Counter)
         self.licences: dict[str, Counter[str]] = defaultdict(Counter)

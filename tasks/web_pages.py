@@ -33,6 +33,8 @@ from tasks.records import read_record_shard
 from tasks.texts import BadFile, file_documents
 from tasks.warc import BadRecord, read_warc
 from tasks.web_audit import Tally
+from tasks.web_judges import COLUMNS as JUDGES
+from tasks.web_judges import load_judges
 
 BATCH = 512
 PAGE_SCHEMA = pa.schema(
@@ -251,12 +253,13 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator:
 
 @dataclass(frozen=True)
 class ScoreTask:
-    """Score one unit's documents with the classifier in `classifier` (and the static embeddings in `embedder`, or "")."""
+    """Score one unit's documents: `classifier`, `judges`: folders or ""; `embedder`: of the static embeddings, or ""."""
 
     name: str
     folder: str
     classifier: str
     embedder: str
+    judges: str = ""
 
 
 def score_columns(classifier: QualityClassifier) -> list[str]:
@@ -265,20 +268,29 @@ def score_columns(classifier: QualityClassifier) -> list[str]:
 
 
 def score_unit(task: ScoreTask) -> dict[str, Any]:
-    """Quality of every document of a unit that the rules kept (null for the others), in the order of the pages."""
-    classifier = load_classifier(task.classifier, task.embedder)
-    columns = score_columns(classifier)
+    """Scores of every document of a unit that the rules kept (null for the others), in the order of the pages.
+
+    Quality of all; the judges' columns (tasks/web_judges.py) of web pages.
+    """
+    classifier = load_classifier(task.classifier, task.embedder) if task.classifier else None
+    judges = load_judges(task.judges, task.embedder) if task.judges else None
+    quality = score_columns(classifier) if classifier else []
+    columns = [*quality, *(JUDGES if judges else ())]
     counts: Counter[str] = Counter()
     folder = Path(task.folder)
     with _writer(folder / f"{task.name}.scores.parquet", pa.schema([(c, pa.float64()) for c in columns])) as write:
-        for batch in iter_batches(folder / f"{task.name}.pages.parquet", ["text", "lang", "removed"]):
+        for batch in iter_batches(folder / f"{task.name}.pages.parquet", ["text", "lang", "domain", "removed"]):
             kept = [i for i, row in enumerate(batch) if row["removed"] is None]
-            scores = classifier.score([batch[i]["text"] for i in kept], [batch[i]["lang"] for i in kept])
             table = {c: np.full(len(batch), np.nan) for c in columns}
-            for column in columns:
-                table[column][kept] = scores[column]
-            for i, row in enumerate(batch):
-                write({c: float(table[c][i]) if row["removed"] is None else None for c in columns})
+            if classifier:
+                scores = classifier.score([batch[i]["text"] for i in kept], [batch[i]["lang"] for i in kept])
+                for column in quality:
+                    table[column][kept] = scores[column]
+            if judges and (web := [i for i in kept if batch[i]["domain"] == "web"]):
+                for column, values in judges.score([batch[i]["text"] for i in web]).items():
+                    table[column][web] = values
+            for i in range(len(batch)):
+                write({c: None if np.isnan(table[c][i]) else float(table[c][i]) for c in columns})
             counts["scored"] += len(kept)
     return dict(counts)
 

@@ -30,7 +30,7 @@ LENGTHS = (500, 3000)
 TRAIN = frozenset(
     "real:brown-a real:encyclopedia-en real:encyclopedia-fr real:postgresql real:sqlalchemy real:formasaurus real:sympy"
     " real:debian-zh made:markov-2 made:characters-6 made:city-pages made:mail-merge made:faker-en made:lists"
-    " made:faker-la made:product-pages made:smollm2".split()
+    " made:faker-la made:product-pages made:word-salad made:smollm2".split()
 )
 
 
@@ -131,6 +131,14 @@ def markov(texts: list[str], order: int, rng: random.Random, words: bool) -> Ite
             if state not in table:
                 state = starts[rng.randrange(len(starts))]
         yield (" " if words else "").join(out)
+
+
+def word_salad(texts: list[str], rng: random.Random) -> Iterator[str]:
+    """The words of one document drawn at random, without order."""
+    while True:
+        words = texts[rng.randrange(len(texts))].split()
+        words = words[: rng.randint(80, max(81, len(words)))]
+        yield " ".join(rng.choice(words) for _ in range(600))
 
 
 PLACES = (
@@ -279,6 +287,7 @@ def labelled_set(seed: int = 0, per_source: int = PER_SOURCE) -> dict[str, list[
 
     take("markov-2", markov(brown["a"][:120], 2, rng, words=True))
     take("markov-1", markov(brown["b"][:120], 1, rng, words=True))
+    take("word-salad", word_salad(brown["a"], rng))
     take("characters-6", markov(brown["a"][:40], 6, rng, words=False))
     take("characters-8", markov(brown["b"][:40], 8, rng, words=False))
     for name, generator in (("city-pages", city_pages), ("mail-merge", mail_merge), ("product-pages", product_pages)):

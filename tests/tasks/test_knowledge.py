@@ -84,7 +84,7 @@ def test_saved_and_loaded_is_the_same(tmp_path):
 
 
 def test_too_little_to_learn_from():
-    with pytest.raises(ValueError, match="20 of each"):
+    with pytest.raises(ValueError, match="10 of each"):
         KnowledgeClassifier(BagEmbedder(), KnowledgeConfig()).fit(["fact " * 40] * 30, ["sale " * 40] * 3)
 
 

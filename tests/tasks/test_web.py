@@ -17,6 +17,7 @@ from tests.tasks.corpus_fixtures import ENGLISH, archives, corpus_list, train_la
 from tests.tasks.package_index import serve
 
 CONFIG = {
+    "judges": {"machine_text": None},  # the pages of this corpus are made from templates: test_web_judges.py
     "workers": 1,
     "min_lang_score": 0.2,
     "max_reject_share": 0.2,
