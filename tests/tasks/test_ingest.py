@@ -180,6 +180,15 @@ def test_the_number_of_workers_changes_no_byte(tmp_path):
     assert equal_but_for_the_engine(one.folder, two.folder)
 
 
+@pytest.mark.slow
+def test_ray_changes_no_byte(tmp_path):
+    pytest.importorskip("ray")
+    sources = make_corpus(tmp_path / "in", 60)
+    one = ingest_sources(tmp_path / "one", sources, workers=1, shard_mb=0.02)
+    two = ingest_sources(tmp_path / "two", sources, engine="ray", workers=2, shard_mb=0.02)
+    assert equal_but_for_the_engine(one.folder, two.folder)
+
+
 CODE = """
 import json, sys
 from pathlib import Path
