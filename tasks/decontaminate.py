@@ -251,7 +251,12 @@ def run(stage: Stage) -> None:
         domains=dict(sorted(total["domains"].items())),
         removed=dict(sorted(removed.items())),
         overlap_by_domain=dict(sorted(total["overlap"].items())),
-        items={"searched": len(index.names), "too_short": index.too_short, "found": len(item_hits)},
+        items={
+            "searched": len(index.names),
+            "too_short": index.too_short,
+            "repeated": index.repeated,
+            "found": len(item_hits),
+        },
         sets={name: {"searched": n, "found": found[name]} for name, n in sorted(searched.items())},
         items_found={item: {"documents": len(ids), "first": ids[0]} for item, ids in sorted(item_hits.items())[:100]},
         optional_items=optional,

@@ -236,19 +236,27 @@ class ItemIndex:
         self.ngram, self.min_words = ngram, min_words
         self.threshold, self.fuzzy_min_words = threshold, fuzzy_min_words
         self.names: list[str] = []
-        self.too_short = 0
+        self.too_short = self.repeated = 0
+        self._seen: set[str] = set()
         self._items: list[np.ndarray] = []
         self._passages: list[np.ndarray] = []
         self._item_of: list[int] = []
         self._tables: tuple | None = None
 
     def add(self, name: str, text: str, min_words: int | None = None) -> None:
-        """Add one item; counted as too short when it has fewer than `min_words` words (default: the index's)."""
+        """Add one item; counted as too short when it has fewer than `min_words` words (default: the index's).
+
+        A text that was added before is counted in `repeated` and goes by the name that it has.
+        """
         least = max(1, self.min_words if min_words is None else min_words)
         hashes = _words(text)[1] if len(text) >= least * (1 + text.isascii()) - 1 else ()
         if len(hashes) < least:
             self.too_short += 1
             return
+        if text in self._seen:
+            self.repeated += 1
+            return
+        self._seen.add(text)
         self._items.append(hashes)
         if self.threshold is not None and len(hashes) >= self.fuzzy_min_words:
             cuts = (

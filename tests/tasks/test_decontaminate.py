@@ -158,6 +158,14 @@ def test_a_saved_index_finds_the_same(tmp_path):
     assert loaded.names == index.names
 
 
+def test_the_same_text_twice_is_one_item():
+    index = ItemIndex(13, 5)
+    for name in ("a", "b"):
+        index.add(name, "one two three four five six")
+    assert index.names == ["a"] and index.repeated == 1
+    assert [hit.item for hit in index.search("one two three four five six")] == ["a"]
+
+
 def test_an_empty_index_finds_nothing():
     index = ItemIndex(13, 5)
     assert index.search("a b c d e f g h i j k l m n o p") == []
@@ -199,7 +207,7 @@ def test_stage_names_the_items_of_files(tmp_path):
     hits = pq.read_table(tmp_path / "data/decontaminate/hits.parquet").to_pylist()
     assert [h["item"] for h in hits] == ["evals/a.jsonl:1", "evals/a.jsonl:2", "evals/b.json:x", "evals/c.txt"]
     metrics = json.loads((tmp_path / "metrics/decontaminate.json").read_text())
-    assert metrics["items"] == {"searched": 4, "too_short": 0, "found": 4}
+    assert metrics["items"] == {"searched": 4, "too_short": 0, "repeated": 0, "found": 4}
     first = documents.document_id("s0", texts[0])
     assert metrics["items_found"]["evals/a.jsonl:1"] == {"documents": 1, "first": first}
     assert (hits[0]["id"], hits[0]["kind"], hits[0]["score"]) == (first, "exact", 1.0) and questions[0].startswith(
