@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tasks import code, code_lang, documents
+from tasks import code, code_kinds, code_lang, code_text, documents, repo_documents, swh_align
+from tasks.records import Record, record_id, write_records
 from tasks.stage import run_stage_for_test
 
 LINGUIST = Path(__file__).resolve().parents[3] / "shared" / "gold" / "linguist" / "languages.yml"
@@ -89,23 +90,53 @@ SOURCE = "def area(width, height):\n    # A rectangle's area.\n    return width 
 )
 def test_rules(path, text, reason):
     config = code.Config()
-    found = code.fault(path, text, len(text.encode()), code_lang.detect(path, text)[0], config)
+    found = code_kinds.fault(path, text, len(text.encode()), code_lang.detect(path, text)[0], config)
     assert (found and found[0]) == reason
 
 
 def test_decoding():
-    assert code.decode("\ufeffx = 1\r\n".encode()) == "x = 1\n"
-    assert code.decode("é\n".encode("utf-16")) == "é\n"
-    assert code.decode("# -*- coding: latin-1 -*-\n# é\n".encode("latin-1")).endswith("# é\n")
+    assert code_text.decode("\ufeffx = 1\r\n".encode()) == "x = 1\n"
+    assert code_text.decode("é\n".encode("utf-16")) == "é\n"
+    assert code_text.decode("# -*- coding: latin-1 -*-\n# é\n".encode("latin-1")).endswith("# é\n")
     for bad in (b"a\0b", b"\xff\xfea", b"caf\xe9 x", b"# coding: nonsense\n"):
         with pytest.raises(ValueError):
-            code.decode(bad)
+            code_text.decode(bad)
 
 
-def test_licence_of_the_file_wins_over_the_packages():
-    assert code.licence("// SPDX-License-Identifier: MIT OR Apache-2.0\n", "GPL") == ("MIT OR Apache-2.0", "file")
-    assert code.licence("/* SPDX-License-Identifier: BSD-3-Clause */\n", "GPL") == ("BSD-3-Clause", "file")
-    assert code.licence("x = 1\n", "GPL") == ("GPL", "package")
+@pytest.mark.parametrize(
+    "path, text, reason",
+    [
+        ("proto/user_pb2.py", SOURCE, "generated"),
+        ("api/user.pb.go", "package api\n" * 20, "generated"),
+        ("gradlew", "#!/bin/sh\n" + "echo start\n" * 30, "generated"),
+        ("a.c", "/* A Bison parser, made by GNU Bison 3.8. */\n" + "int f(void);\n" * 30, "generated"),
+        ("a.py", "# How not to edit: nothing here is generated.\n" + SOURCE, None),
+        ("a.py", "# Do not edit the version by hand.\n" + SOURCE, None),
+        ("lib/jquery-3.6.0.js", SOURCE, "vendored"),
+        ("src/third_party/zlib/a.c", SOURCE, "vendored"),
+        ("vendor/a.go", SOURCE, "vendored"),
+        ("src/vendors.py", SOURCE, None),
+        ("app/PluginManager.java", "package a;\n\npublic class PluginManager {\n  int size = 3;\n}\n" * 3, None),
+        ("app/gen/R.java", "package a;\n\npublic class R {\n  int size = 3;\n}\n" * 3, "generated"),
+        ("lib/a.production.min.js", SOURCE, "minified"),
+        ("lib/a.js", "function f(a,b){return a+b};" * 14 + "\n" + "var x=f(1,2);" * 30, "minified"),
+        ("t.c", "int t[] = {\n" + "  12, 3, 456, 7, 88, 9, 10, 11,\n" * 60 + "};\n", "data_table"),
+        ("t.py", SOURCE * 3 + "T = [1, 2, 3, 4, 5, 6, 7, 8]\n", None),
+    ],
+)
+def test_files_that_no_person_wrote_here(path, text, reason):
+    found = code_kinds.fault(path, text, len(text.encode()), code_lang.detect(path, text)[0] or "c", code.Config())
+    assert (found and found[0]) == reason
+
+
+def test_where_a_licence_is_from():
+    folders = {".": "MIT", "third": "BSD-3-Clause"}
+    assert code.licence("// SPDX-License-Identifier: ISC\n", "third/a.c", "GPL-3", folders) == ("ISC", "file")
+    assert code.licence("x = 1\n", "third/a.c", "GPL-3", folders) == ("BSD-3-Clause", "folder")
+    assert code.licence("x = 1\n", "a.c", "MIT OR Apache-2.0", folders) == ("MIT OR Apache-2.0", "package")
+    assert code.licence("x = 1\n", "a.c", "MIT License", {}) == ("MIT", "package")
+    assert code.licence("x = 1\n", "a.c", "ask us", {}) == ("ask us", "package")
+    assert code.licence("x = 1\n", "a.c", "", {}) == ("", "")
 
 
 def acquire(folder: Path, files: dict[str, bytes], domain: str = "code") -> Path:
@@ -120,6 +151,13 @@ def acquire(folder: Path, files: dict[str, bytes], domain: str = "code") -> Path
     return folder
 
 
+def run_code(tmp: Path, acquired: Path, config: dict, records: list[Record] = ()) -> Path:
+    write_records(tmp / "records", records)
+    deps = {"data/acquire": acquired, "data/ingest": tmp / "records"}
+    run_stage_for_test(code, config, deps=deps, outs=["data/code"], tmp=tmp)
+    return tmp / "data/code"
+
+
 def test_stage(tmp_path):
     files = {f"src/m{i}.py": (SOURCE + f"VALUE = {i}\n").encode() for i in range(40)}
     files |= {"src/bad.py": b"\xff\xff\xff" * 100, "src/data.json": b"{}" * 100}
@@ -127,7 +165,7 @@ def test_stage(tmp_path):
     outs = {}
     for run in ("one", "two"):
         tmp = tmp_path / run
-        run_stage_for_test(code, {"max_mb": 0.012}, deps={"data/acquire": real}, outs=["data/code"], tmp=tmp)
+        run_code(tmp, real, {"max_mb": 0.012, "repo_share": 0.0, "drop_tiers": []})
         outs[run] = (tmp / "data/code/manifest.json").read_text()
     assert outs["one"] == outs["two"]
     rows = list(documents.read_documents(tmp / "data/code"))
@@ -142,4 +180,72 @@ def test_stage(tmp_path):
 def test_too_many_unreadable_files_fail_the_stage(tmp_path):
     real = acquire(tmp_path / "real", {"a.py": SOURCE.encode(), "b.py": b"\xff\xff"})
     with pytest.raises(ValueError, match="rejected"):
-        run_stage_for_test(code, {}, deps={"data/acquire": real}, outs=["data/code"], tmp=tmp_path)
+        run_code(tmp_path, real, {})
+
+
+def module(name: str, imported: str = "") -> bytes:
+    head = f"from app.{imported} import area_{imported}\n\n\n" if imported else ""
+    body = "".join(
+        f"def area_{name}{'_' * n}(width: float, height: float) -> float:\n"
+        f'    """Area of the {name} rectangle number {n} in square metres."""\n'
+        f"    if width < 0 or height < 0:\n        raise ValueError('negative side')\n"
+        f"    return width * height + {n}\n\n\n"
+        for n in range(6)
+    )
+    return (head + body).encode()
+
+
+def test_records_go_the_way_of_the_corpus(tmp_path):
+    """Licence by folder, a mailbox redacted, an import order, an aligned export, a denied licence: all in one run."""
+    real = acquire(tmp_path / "real", {"src/one.py": module("one")})
+    mit = Path(__file__).parents[2] / "LICENSE"
+    files = {
+        "app/top.py": module("top", "mid"),
+        "app/mid.py": module("mid", "low"),
+        "app/low.py": module("low") + b"# asked by kim.lee@mathlab.dev\n",
+        "other/gnu.py": b"# SPDX-License-Identifier: GPL-3.0-only\n" + module("gnu"),
+        "LICENSE": mit.read_bytes(),
+    }
+    records = [
+        Record(record_id("mine", p, n, c), "code", c, p, source="mine", meta={"repo": "app"})
+        for n, (p, c) in enumerate(files.items())
+    ]
+    good = module("export")
+    known = {"blob_id": swh_align.content_hashes(good)["sha1_git"], "length_bytes": len(good), "repo_name": "far"}
+    for n, (path, content) in enumerate({"x/export.py": good, "x/broken.py": good[:300]}.items()):
+        meta = {"key": "k", "swh": known | {"path": path}}
+        records.append(Record(record_id("swh", path, n, content), "code", content, path, source="swh", meta=meta))
+    config = {"licences_denied": ["GPL-*"], "repo_share": 1.0, "drop_tiers": []}
+    out = run_code(tmp_path / "run", real, config, records)
+    rows = {row["source"]: row for row in documents.read_documents(out)}
+    assert set(rows) == {"item/1.0/src/one.py", "mine/app/app/low.py", "swh/far/x/export.py"}
+    repo = rows["mine/app/app/low.py"]
+    meta = json.loads(repo["meta"])
+    assert meta["files"] == ["app/low.py", "app/mid.py", "app/top.py"] and meta["licence"] == "Apache-2.0"
+    assert repo["text"].startswith("# app/low.py\n") and "\n# app/mid.py\nfrom app.low import" in repo["text"]
+    assert "<EMAIL_1>" in repo["text"] and "mathlab" not in repo["text"] and meta["redacted"] == {"EMAIL": 1}
+    metrics = json.loads((tmp_path / "run/metrics/code.json").read_text())
+    assert metrics["removed"] == {"align_truncated_content": 1, "licence": 1, "prose_file": 1}
+    assert metrics["redacted"] == {"EMAIL": 1} and metrics["repository_documents"]["files"] == 3
+    assert json.loads((out / "alignment.json").read_text())["swh"]["rejected"] == {"truncated_content": 1}
+    assert (out / "licences.csv").read_text().splitlines()[0] == "licence,from,spdx,documents,bytes"
+    table = (out / "languages.csv").read_text().splitlines()
+    assert table[1].startswith("python,3,") and len(table) == 2
+    everything = "".join(p.read_text() for p in [*out.glob("*.json"), *out.glob("*.csv")])
+    assert "kim.lee" not in everything
+
+
+def test_repository_documents_hold_each_file_once():
+    rows = [
+        documents.document(module(n, i).decode(), f"r/1/app/{n}.py", "code", lang="python", quality=0.5, quality_tier=1.0,
+                           meta={"path": f"app/{n}.py", "item": "r", "licence": "MIT"})
+        for n, i in (("a", "b"), ("b", "c"), ("c", ""), ("d", ""), ("e", "d"))
+    ]  # fmt: skip
+    assert repo_documents.combine(rows, 0.0, 10_000) == rows
+    whole = repo_documents.combine(rows, 1.0, 100_000)
+    assert len(whole) == 1 and json.loads(whole[0]["meta"])["files"] == [f"app/{x}.py" for x in "cbade"]
+    for limit in (3000, 5000):
+        some = repo_documents.combine(rows, 1.0, limit)
+        held = [json.loads(r["meta"]).get("files", [json.loads(r["meta"])["path"]]) for r in some]
+        assert sorted(f for files in held for f in files) == [f"app/{x}.py" for x in "abcde"]
+        assert all(len(r["text"]) <= limit for r in some if "files" in r["meta"])
