@@ -62,15 +62,11 @@ def file_system(address: str) -> tuple[Any, str]:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme(address) == "s3":
         options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
-        if not (os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_PROFILE")) and not _aws_files():
-            options["anon"] = True  # public buckets need no account
+        options["anon"] = os.environ.get("ARCLINE_S3_ANONYMOUS", "") not in (
+            "",
+            "0",
+        )  # public buckets, without an account
     return fsspec.core.url_to_fs(address, **options)
-
-
-def _aws_files() -> bool:
-    names = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    roles = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
-    return any(os.environ.get(n) for n in (*names, *roles)) or (Path.home() / ".aws").is_dir()
 
 
 def retry(action: Callable[[], Any], what: str) -> Any:

@@ -39,9 +39,9 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def ingest_sources(tmp: Path, sources: list[dict], **config) -> Result:
+def ingest_sources(tmp: Path, sources: list[dict], storage: str = "", **config) -> Result:
     config = {"max_reject_share": 1.0, "workers": 1} | config
-    run_stage_for_test(ingest, config, {"sources": sources}, outs=["data/ingest"], tmp=tmp)
+    run_stage_for_test(ingest, config, {"sources": sources, "storage": storage}, outs=["data/ingest"], tmp=tmp)
     out = tmp / "data/ingest"
     skipped = lines(out / "skipped/part-00000.jsonl")
     return Result(list(read_records(out)), lines(out / "rejects/part-00000.jsonl"), skipped, out)

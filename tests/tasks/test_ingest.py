@@ -194,13 +194,13 @@ import json, sys
 from pathlib import Path
 from tests.tasks.source_fixtures import ingest_sources
 if __name__ == "__main__":
-    sources, tmp, workers = json.loads(sys.argv[1])
-    ingest_sources(Path(tmp), sources, workers=workers, shard_mb=0.05)
+    sources, tmp, workers, storage = json.loads(sys.argv[1])
+    ingest_sources(Path(tmp), sources, storage, workers=workers, shard_mb=0.05)
 """
 
 
-def start(tmp: Path, sources: list[dict], workers: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", CODE, json.dumps([sources, str(tmp), workers])]
+def start(tmp: Path, sources: list[dict], workers: int, storage: str = "") -> subprocess.Popen:
+    command = [sys.executable, "-c", CODE, json.dumps([sources, str(tmp), workers, storage])]
     if workers > 1:  # the workers are started afresh and need a file to import
         script = tmp.with_suffix(".py")
         script.write_text(CODE)

@@ -5,6 +5,7 @@ import http.server
 import json
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tasks.stage import StageConfig, run_stage_for_test
 from tasks.tokens import TokenSet, TokenWriter
 from tests.tasks.object_store import proxy_to, serve_s3, use_endpoint
 from tests.tasks.source_fixtures import TEXTS, ingest_sources, jsonl, parquet, warc, zstd
+from tests.tasks.test_ingest import make_corpus, progress, start
 
 pytest.importorskip("moto")
 PREFIX = "s3://shards/run"
@@ -210,14 +212,7 @@ def test_ingest_to_and_from_a_store(s3, tmp_path, monkeypatch):
     with proxy_to(s3) as proxy:
         use_endpoint(monkeypatch, f"http://127.0.0.1:{proxy.port}")
         proxy.cut_down = 40_000
-        from tests.tasks import source_fixtures
-
-        monkeypatch.setattr(
-            source_fixtures,
-            "run_stage_for_test",
-            lambda m, c, p, **k: run_stage_for_test(m, c, p | {"storage": PREFIX}, **k),
-        )
-        far = ingest_sources(tmp_path / "b", sources("s3://user/in"), shard_mb=0.05)
+        far = ingest_sources(tmp_path / "b", sources("s3://user/in"), PREFIX, shard_mb=0.05)
         assert proxy.cuts == 1
     assert far.records == local.records and len(far.records) == 3 * len(TEXTS) and not far.rejects
     assert len(list(storage.stored(far.folder))) == len(list((local.folder / "records").iterdir())) > 3
@@ -250,6 +245,39 @@ def test_a_source_that_cannot_be_reached_stops_the_run_and_is_no_reject(s3, tmp_
     assert not (tmp_path / "run/data/ingest").exists()
     found = ingest_sources(tmp_path / "run", [source], shard_mb=0.1)
     assert found.texts == texts and not found.rejects
+
+
+@pytest.mark.slow
+def test_kill_9_while_shards_go_up(s3, tmp_path):
+    """What a killed run has written down is whole in the store; the rerun ends with what an uninterrupted one has."""
+    sources = make_corpus(tmp_path / "in", 600)
+    assert start(tmp_path / "whole", sources, 1, PREFIX).wait() == 0
+    expected, there = list(storage.stored(tmp_path / "whole/data/ingest")), objects()
+    bucket().rm(PREFIX, recursive=True)
+    kills, cut = 0, tmp_path / "cut"
+    for _ in range(3):
+        before = progress(cut)
+        process = start(cut, sources, 1, PREFIX)
+        while process.poll() is None and progress(cut) <= before:
+            time.sleep(0.002)
+        time.sleep(random.Random(kills).random() * 0.1)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        written = [p for path in cut.rglob("part-*.parquet") if (p := _pointer(path))]
+        assert written and all(objects()[p.address.removeprefix("s3://")] == p.bytes for p in written)
+        assert not (cut / "data/ingest").exists()
+    assert kills
+    assert start(cut, sources, 1, PREFIX).wait() == 0
+    found = list(storage.stored(cut / "data/ingest"))
+    assert [(a.name, b) for a, b in found] == [(a.name, b) for a, b in expected] and objects() == there
+    assert list(read_records(cut / "data/ingest")) == list(read_records(tmp_path / "whole/data/ingest"))
+
+
+def _pointer(path: Path) -> storage.Pointer | None:
+    return storage.read_pointer(path) if path.stat().st_size else None
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -311,3 +339,10 @@ def test_sources_over_http(tmp_path, ranges):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_public_buckets_need_no_account(monkeypatch):
+    monkeypatch.setenv("ARCLINE_S3_ANONYMOUS", "1")
+    assert remote.file_system("s3://bucket/x")[0].anon
+    monkeypatch.delenv("ARCLINE_S3_ANONYMOUS")
+    assert not remote.file_system("s3://bucket/x")[0].anon
