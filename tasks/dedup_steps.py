@@ -19,7 +19,8 @@ from tasks import documents, minhash
 from tasks.mapshuffle import read_partition, save_array
 from tasks.shingles import shingle_sets
 
-BATCH = 512  # texts sketched at a time
+BATCH = 512  # texts sketched at a time, at most,
+BATCH_CHARS = 1 << 22  # and about so many characters: code points and hashes take some 20 bytes of each
 VALUES = 1 << 22  # shingles held at a time while pairs are verified: 32 MB
 EXACT = np.dtype([("key", np.uint64), ("low", np.uint64), ("doc", np.int64)])
 BANDS = np.dtype([("key", np.uint64), ("doc", np.int64)])
@@ -88,11 +89,13 @@ def sketch(argument: tuple[dict, int]) -> tuple[dict[str, np.ndarray], dict]:
 
 def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict] = []
+    chars = 0
     for row in documents.read_shard(path, columns):
         rows.append(row)
-        if len(rows) == BATCH:
+        chars += len(row["text"])
+        if len(rows) == BATCH or chars > BATCH_CHARS:
             yield rows
-            rows = []
+            rows, chars = [], 0
     if rows:
         yield rows
 
@@ -146,7 +149,7 @@ def sets(argument: tuple[dict, int]) -> int:
     for number, row in enumerate(documents.read_shard(Path(job.paths[shard]), ("text",)) if wanted else ()):
         if number in wanted:
             texts.append(row["text"])
-            if len(texts) == BATCH:
+            if len(texts) == BATCH or sum(map(len, texts)) > BATCH_CHARS:
                 cut()
     if texts:
         cut()
@@ -256,6 +259,8 @@ def write(argument: tuple[dict, int]) -> dict:
                 continue
             entry, score = next(entries)
             reason = "exact_duplicate" if entry["exact"] else "near_duplicate"
+            if entry["template"] >= 0:
+                reason, score = "template_page", float(entry["template"])
             count[reason] += 1
             excluded.add(row, reason, score)
             keeper = bytes(entry["keeper_id"]).decode("utf-8")
@@ -272,9 +277,9 @@ def write(argument: tuple[dict, int]) -> dict:
 
 
 def _similarity(corpus: Corpus, removed: np.ndarray) -> np.ndarray:
-    """True Jaccard similarity of removed documents to their keepers; 1 for exact copies."""
+    """True Jaccard similarity of removed documents to their keepers; 1 for exact copies, and unused for template pages."""
     out = np.ones(len(removed))
-    near = np.flatnonzero(~removed["exact"])
+    near = np.flatnonzero(~removed["exact"] & (removed["template"] < 0))
     for begin in range(0, len(near), BATCH):
         part = near[begin : begin + BATCH]
         pairs = np.stack((removed["set"][part], removed["keeper_set"][part]))

@@ -26,6 +26,7 @@ SEED = 4  # words in a row that make a fuzzy comparison worth while; a part of 0
 LONGEST = 64  # words of a passage: one machine word in the bit-parallel comparison
 PASSAGE, STRIDE = 48, 24
 MAX_OWNERS = 64  # a run of four words that more passages hold says too little to start from
+PART = 1 << 17  # words of a document searched for passages at a time, which bounds the memory of what begins everywhere
 MATCHED_CHARS = 200
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -310,13 +311,14 @@ class ItemIndex:
             for position, size, at in runs:
                 for item in exact.owners[exact.starts[at] : exact.starts[at + 1]].tolist():
                     hit(item, "exact", 1.0, position, position + size)
-        if self.threshold is not None and len(hashes) >= SEED and len(seeds.keys):
+        for begin in range(0, len(hashes) - SEED + 1, PART) if self.threshold is not None else ():
+            part = hashes[begin : begin + PART + 2 * LONGEST]
             for passage, first, end, common in _fuzzy(
-                hashes, coefficients(), SEED, seeds.keys, seeds.starts, seeds.owners, seeds.sieve, words, bounds,
+                part, coefficients(), SEED, seeds.keys, seeds.starts, seeds.owners, seeds.sieve, words, bounds,
                 self.threshold,
             ):  # fmt: skip
                 score = common / int(bounds[passage + 1] - bounds[passage])
-                hit(self._item_of[passage], "fuzzy", score, first, max(end, first + 1))
+                hit(self._item_of[passage], "fuzzy", score, begin + first, begin + max(end, first + 1))
         return [found[item] for item in sorted(found)]
 
     def save(self, folder: Path) -> None:

@@ -166,6 +166,20 @@ def test_the_same_text_twice_is_one_item():
     assert [hit.item for hit in index.search("one two three four five six")] == ["a"]
 
 
+def test_a_passage_across_the_parts_of_a_long_document_is_found(monkeypatch):
+    from tasks import overlap
+
+    rng = random.Random(12)
+    index = ItemIndex(13, 5)
+    index.add("q", item := words(rng, 40))
+    leak = changed(rng, item, 5)
+    for before in range(180, 260, 7):
+        monkeypatch.setattr(overlap, "PART", 100_000)
+        whole = index.search(text := f"{words(rng, before)} {leak} {words(rng, 300)}")
+        monkeypatch.setattr(overlap, "PART", 200)
+        assert index.search(text) == whole and len(whole) == 1
+
+
 def test_an_empty_index_finds_nothing():
     index = ItemIndex(13, 5)
     assert index.search("a b c d e f g h i j k l m n o p") == []
