@@ -17,7 +17,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -101,6 +101,7 @@ class Page:
     status: int = 200  # of HTTP
     date: str = ""
     lang: str = ""  # as a WET file's record names it
+    offset: int = field(default=0, compare=False)  # of the record in the decompressed stream
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class BadRecord:
     record_id: str
     reason: str
     detail: str
+    offset: int = field(default=0, compare=False)
 
 
 def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | BadRecord]:
@@ -151,7 +153,7 @@ def read_stream(
     for kind in types:
         mask |= getattr(WarcRecordType, kind)
     for record in ArchiveIterator(stream, record_types=mask, parse_http=False):
-        yield _page(record, name, max_bytes)
+        yield replace(_page(record, name, max_bytes), offset=record.stream_pos)
 
 
 def _page(record, file: str, max_bytes: int) -> Page | BadRecord:

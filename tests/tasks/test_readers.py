@@ -333,6 +333,18 @@ def test_a_damaged_gzip_member_costs_its_record_alone(tmp_path):
     assert found.reasons == ["corrupt_record"] and "a.warc.gz" in found.rejects[0]["id"]
 
 
+@pytest.mark.parametrize("name, pack", [("a.warc", bytes), ("a.warc.gz", gz), ("a.warc.zst", zstd)])
+def test_a_damaged_header_in_one_stream_costs_its_record_alone(tmp_path, name, pack):
+    data = bytearray(warc(compress=False))
+    starts = [i for i in range(len(data)) if data.startswith(b"WARC/1.0", i)]
+    for number in (4, 7):
+        data[starts[number] : starts[number] + 4] = b"XXXX"
+    (tmp_path / name).write_bytes(pack(bytes(data)))
+    found = ingest_sources(tmp_path / "run", [{"name": "w", "type": "warc", "path": str(tmp_path / name)}])
+    assert found.texts == PAGES[:3] + PAGES[4:6] + PAGES[7:]
+    assert found.reasons == ["corrupt_record"] * 2
+
+
 @pytest.mark.parametrize("cut", [1, 40, 400])
 def test_truncated_tables(tmp_path, cut):
     path = parquet(tmp_path / "a.parquet", row_group_size=2)
