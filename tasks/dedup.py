@@ -5,7 +5,8 @@
 Reads documents of data/web, data/code and data/math; keeps one document of every duplicate cluster: the best by the
 quality column, then the longest, then the smallest id. First exact copies (equal after lower case and white-space
 collapse), then MinHash-LSH candidates over word n-grams (tasks/shingles.py says what a word is), verified by true Jaccard
-similarity. A document without any word is compared exactly only. Everything removed is in the exclusions table (score =
+similarity. A document without any word is compared exactly only. With `semdedup`, web pages of one template go too, by
+embeddings and a check of the wording (tasks/semdedup.py; score = cosine). Everything removed is in the exclusions table (score =
 similarity to the document kept) and, with its keeper's id, in duplicates.parquet; clusters.parquet has every cluster, and
 metrics/dedup.json their sizes. `chained` there counts documents that reach their keeper only through others of the cluster.
 
@@ -16,7 +17,7 @@ pairs, union-find joins them, each shard is written out. Killed, it goes on with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tasks import dedup_steps, documents, mapshuffle, minhash
+from tasks.dedup_templates import remove_templates
+from tasks.semdedup import SemdedupConfig
 from tasks.stage import Stage
 
 SOURCES = ("data/web", "data/code", "data/math")
@@ -48,6 +51,8 @@ class Config(mapshuffle.EngineConfig):
         2048, ge=2, description="candidates of one band compared with each other; a larger group is cut, see metrics"
     )
     partition_mb: int = Field(64, ge=1, description="band keys that one worker sorts at a time")
+    semdedup: SemdedupConfig | None = Field(None, description="removal of template pages among web pages; null: none")
+    embedder: str = Field("models/potion-base-8M", description="its embedding model, below data/acquire")
 
 
 def size_histogram(sizes: Sequence[int]) -> dict[str, int]:
@@ -87,17 +92,21 @@ def make_job(config: Config, shards: Sequence[Path], scratch: Path) -> dedup_ste
     )
 
 
-def search(job: dedup_steps.Job, partitions: int, engine: mapshuffle.Engine, say: Callable[[str], None]) -> dict:
-    """All steps up to `removed.npy` in the job's scratch; what was found, for the metrics."""
+def _unwatched(items: Iterable, total: int, label: str) -> Iterable:
+    return items
+
+
+def search(job: dedup_steps.Job, partitions: int, engine: mapshuffle.Engine, watch: Callable = _unwatched) -> dict:
+    """All steps up to `removed.npy` in the job's scratch; what was found, for the metrics. `watch` is `Stage.progress`."""
     shards = {name: job.task(number) for number, name in enumerate(job.names)}
     parts = {str(number): job.task(number) for number in range(partitions)}
     folder = job.folder
 
     def each(step: Callable, over: dict[str, Any]) -> list:
-        return list(engine.map(step, over, folder("done") / step.__name__))
+        return list(watch(engine.map(step, over, folder("done") / step.__name__), len(over), f"{step.__name__} shard"))
 
-    wordless = sum(r["wordless"] for r in engine.shuffle(dedup_steps.sketch, shards, partitions, folder("sketch")))
-    say(f"{job.starts[-1]} documents sketched")
+    sketched = engine.shuffle(dedup_steps.sketch, shards, partitions, folder("sketch"))
+    wordless = sum(result["wordless"] for result in watch(sketched, len(shards), "sketch shard"))
     each(dedup_steps.copies, parts)
     copies = np.concatenate([np.load(folder("copies") / f"{part}.npy") for part in parts])
     copies = copies[np.argsort(copies["doc"])]
@@ -108,7 +117,6 @@ def search(job: dedup_steps.Job, partitions: int, engine: mapshuffle.Engine, say
     each(dedup_steps.sets, shards)
     verified = each(dedup_steps.verify, parts)
     edges = np.concatenate([np.load(folder("edges") / f"{part}.npy") for part in parts])
-    say(f"{len(copies)} exact copies, {len(edges)} verified pairs")
     clusters = _decide(job, copies, edges)
     return {
         "clusters": clusters,
@@ -137,9 +145,10 @@ def _decide(job: dedup_steps.Job, copies: np.ndarray, edges: np.ndarray) -> list
     text = docs.copy()  # equal for exact copies: the first of them
     text[np.searchsorted(docs, copies["doc"])] = copies["first"]
     gone = np.flatnonzero(keep != np.arange(len(docs)))
-    fields = [("doc", np.int64), ("exact", bool), ("set", np.int64), ("keeper_set", np.int64)]
+    fields = [("doc", np.int64), ("exact", bool), ("set", np.int64), ("keeper_set", np.int64), ("template", np.float64)]
     removed = np.empty(len(gone), dtype=[*fields, ("keeper_id", meta["id"].dtype)])
     removed["doc"], removed["set"], removed["keeper_set"] = docs[gone], text[gone], text[keep[gone]]
+    removed["template"] = -1.0  # or a template page's cosine similarity: tasks/dedup_templates.py
     removed["exact"], removed["keeper_id"] = text[gone] == text[keep[gone]], meta["id"][keep[gone]]
     mapshuffle.save_array(job.folder("removed.npy"), removed)
     exact = np.bincount(keep[gone[removed["exact"]]], minlength=len(docs))
@@ -154,12 +163,13 @@ def _decide(job: dedup_steps.Job, copies: np.ndarray, edges: np.ndarray) -> list
     return sorted(found, key=lambda c: (-c["size"], c["keeper"]))
 
 
-def collect(job: dedup_steps.Job, engine: mapshuffle.Engine, out: Path) -> dict:
+def collect(job: dedup_steps.Job, engine: mapshuffle.Engine, out: Path, watch: Callable = _unwatched) -> dict:
     """Write every shard's share, put the files below `out`; counts of all shards."""
     shards = {name: job.task(number) for number, name in enumerate(job.names)}
     total: Counter[str] = Counter()
     funnel: dict[str, Counter] = {}
-    for result in engine.map(dedup_steps.write, shards, job.folder("done") / "write"):
+    results = engine.map(dedup_steps.write, shards, job.folder("done") / "write")
+    for result in watch(results, len(shards), "write shard"):
         total.update({key: result[key] for key in ("documents", "bytes", "chained")})
         for domain, count in result["funnel"].items():
             funnel.setdefault(domain, Counter()).update(count)
@@ -186,13 +196,17 @@ def run(stage: Stage) -> None:
     partitions = -(-count * config.bands * dedup_steps.BANDS.itemsize // (config.partition_mb << 20))
     minhash.near_duplicates(["compiled here once", "not by each worker"], 2, 2, 2, 0.5)
     with mapshuffle.open_engine(config) as engine:
-        found = search(job, partitions, engine, stage.print)
-        made = collect(job, engine, out)
+        found = search(job, partitions, engine, stage.progress)
+        if config.semdedup and (model := stage.dep("data/acquire") / config.embedder).is_dir():
+            found["metrics"]["templates"] = remove_templates(job, config.semdedup, model, stage.rng_seed("semdedup"))
+        elif config.semdedup:
+            stage.print(f"no embedding model {model}: template pages stay")
+        made = collect(job, engine, out, stage.progress)
     clusters = pa.Table.from_pylist(found["clusters"], schema=CLUSTERS_SCHEMA)
     documents.write_table(out / "clusters.parquet", clusters)
     removed = {
         reason: sum(c.get(reason, 0) for c in made["funnel"].values())
-        for reason in ("exact_duplicate", "near_duplicate")
+        for reason in ("exact_duplicate", "near_duplicate", "template_page")
     }
     stage.rows(documents=made["total"]["documents"], excluded=sum(removed.values()))
     stage.metric(
