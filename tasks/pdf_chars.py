@@ -11,10 +11,23 @@ import ctypes
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 _OML = "ΓΔΘΛΞΠΣΥΦΨΩαβγδϵζηθικλμνξπρστυφχ"
 _OMS = "−·×∗÷⋄±∓⊕⊖⊗⊘⊙◯∘•≍≡⊆⊇≤≥⪯⪰∼≈⊂⊃≪≫≺≻"
+_OMS_ASCII = dict(
+    zip(
+        range(0x20, 0x41),
+        "←→↑↓↔↗↘≃⇐⇒⇑⇓⇔↖↙∝′∞∈∋△▽̸↦∀∃¬∅ℜℑ⊤⊥ℵ",
+    )
+) | dict(zip(range(0x5B, 0x66), "∪\\⊎∧∨⊢⊣⌊⌋⌈⌉")) | dict(zip(range(0x68, 0x7B), "⟨⟩|‖↕⇕\\≀√⨿∇∫⊔⊓⊑⊒§†‡"))  # fmt: skip
+_OML_ASCII = {0x22: "ε", 0x23: "ϑ", 0x24: "ϖ", 0x25: "ϱ", 0x26: "ς", 0x27: "φ", 0x3F: "⋆", 0x40: "∂", 0x5B: "♭", 0x5C: "♮",
+              0x5D: "♯", 0x60: "ℓ", 0x7B: "ı", 0x7C: "ȷ", 0x7D: "℘"}  # fmt: skip
+_OMX_ASCII = dict(zip(range(0x20, 0x30), "()[]⌊⌋⌈⌉{}⟨⟩/\\/\\")) | dict(
+    zip(range(0x44, 0x63), "⟨⟩⨆⨆∮∮⨀⨀⨁⨁⨂⨂∑∏∫⋃⋂⨄⋀⋁∑∏∫⋃⋂⨄⋀⋁∐∐^")
+) | dict(zip(range(0x63, 0x74), "^^~~~[]⌊⌋⌈⌉{}√√√√"))  # fmt: skip
+_DOUBLE_STRUCK = {c: chr(0x1D538 + ord(c) - 65) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"} | dict(zip("CHNPQRZ", "ℂℍℕℙℚℝℤ"))
 _OMX = "()[]⌊⌋⌈⌉{}⟨⟩|‖/\\()()[]⌊⌋⌈⌉{}⟨⟩/\\"
 _OT1 = ("Γ", "Δ", "Θ", "Λ", "Ξ", "Π", "Σ", "Υ", "Φ", "Ψ", "Ω", "ff", "fi", "fl", "ffi", "ffl", "ı", "ȷ", "`", "´", "ˇ", "˘",
         "¯", "˚", "¸", "ß", "æ", "œ", "ø", "Æ", "Œ", "Ø")  # fmt: skip
@@ -71,22 +84,38 @@ class Run:
     big: bool = False  # an operator or delimiter of an extension font, whose origin lies at its top
 
 
+@lru_cache(maxsize=1024)
+def family(font: str) -> str:
+    """Which of TeX's mathematical encodings a font has, by its name: "OML", "OMS", "OMX", "AMSb", or ""."""
+    if _EXTENSION.match(font):
+        return "OMX"
+    found = re.match(
+        r"(?:CM|EUS|LMMath|MT2?|rtx|tx|px|NewTX|PazoMath|Ful?tr?)(MI|SY|BSY|MMI|Symbols|Italic|sy|mi)", font
+    )
+    if font.startswith(("MSBM", "AMSb")):
+        return "AMSb"
+    return (
+        {"MI": "OML", "MM": "OML", "IT": "OML", "SY": "OMS", "BS": "OMS"}.get(found[1][:2].upper(), "") if found else ""
+    )
+
+
+_RAW = {"OML": _OML_ASCII, "OMS": _OMS_ASCII, "OMX": _OMX_ASCII, "AMSb": {ord(c): t for c, t in _DOUBLE_STRUCK.items()}}
+
+
 def glyph(code: int, font: str) -> str:
-    """Text of one code point; "" for what prints nothing. `font` matters for control codes alone."""
+    """Text of one code point; "" for what prints nothing. `font` decides where pdfium passes a font's own code on."""
+    kind = family(font)
+    if kind and code in _RAW[kind]:
+        return _RAW[kind][code]
     if code in _ALWAYS:
         return _ALWAYS[code]
     if code >= 32:
         if 0xE000 <= code <= 0xF8FF or 0xFFF0 <= code or 0xD800 <= code < 0xE000 or 0x7F <= code < 0xA0:
             return ""
         return chr(code)
-    name = font.upper()
-    if "MI" in name and not name.startswith("LMR"):
-        return _OML[code]
-    if "SY" in name:
-        return _OMS[code]
-    if _EXTENSION.match(font):
-        return _OMX[code]
-    if name.startswith("CM"):
+    if kind in ("OML", "OMS", "OMX"):
+        return {"OML": _OML, "OMS": _OMS, "OMX": _OMX}[kind][code]
+    if font.upper().startswith("CM"):
         return _OT1[code]
     return _T1.get(code, "")
 
@@ -105,64 +134,80 @@ def page_runs(page: Any, max_chars: int) -> list[Run]:
         text_page.close()
 
 
+@dataclass(slots=True)
+class _Font:
+    """`own` when its codes must be looked up (`family`), else only control codes and the like."""
+
+    name: str
+    mono: bool
+    big: bool
+    own: bool
+
+
 def _runs(pdfium: Any, raw: Any, count: int) -> list[Run]:
-    get_code, get_size = pdfium.FPDFText_GetUnicode, pdfium.FPDFText_GetFontSize
-    get_origin, get_box = pdfium.FPDFText_GetCharOrigin, pdfium.FPDFText_GetLooseCharBox
+    get_code, get_object, get_size = (
+        pdfium.FPDFText_GetUnicode,
+        pdfium.FPDFText_GetTextObject,
+        pdfium.FPDFText_GetFontSize,
+    )
+    get_origin, get_box, address = pdfium.FPDFText_GetCharOrigin, pdfium.FPDFText_GetLooseCharBox, ctypes.addressof
     x, y, rect = ctypes.c_double(), ctypes.c_double(), pdfium.FS_RECTF()
     px, py, prect = ctypes.byref(x), ctypes.byref(y), ctypes.byref(rect)
     runs: list[Run] = []
     run: Run | None = None
     chars: list[str] = []
+    fonts: dict[str, _Font] = {}
+    font, size, current = _Font("", False, False, False), 0.0, None
     space = False
-    fonts: dict[bytes, tuple[str, bool, bool]] = {}
-    font = ("", False, False)
     for i in range(count):
         code = get_code(raw, i)
         if code == 32 or code == 10 or code == 13 or code == 9 or code == 0xA0:
             space = True
             continue
+        held = get_object(raw, i)
+        place = address(held.contents) if held else None
+        if place is None or place != current:  # size and font belong to the text object
+            current = place
+            size = get_size(raw, i)
+            if size < 2:
+                size = _true_size(pdfium, raw, i, size)
+            font = _font(pdfium, raw, i, fonts)
         get_origin(raw, i, px, py)
         get_box(raw, i, prect)
-        size = get_size(raw, i)
         x0, base, x1 = x.value, y.value, max(rect.right, x.value)
-        if size < 2:
-            size = _true_size(pdfium, raw, i, size)
         if not (math.isfinite(x0) and math.isfinite(base) and math.isfinite(x1)):
             continue
-        if run is not None:
+        text = glyph(code, font.name) if font.own or code < 32 or code in _ALWAYS or code > 0x7E else chr(code)
+        if run is not None and not (run.big or font.big):
             gap = x0 - run.x1
             if abs(base - run.y) < 0.06 * size and abs(size - run.size) < 0.5 and -0.35 * size < gap < 1.2 * size:
-                if code < 32 or code in _ALWAYS:
-                    text = glyph(code, _font(pdfium, raw, i, fonts)[0])
-                else:
-                    text = glyph(code, "")
                 if gap > 0.2 * size or (space and gap > 0.1 * size):
                     chars.append(" ")
                 chars.append(text)
                 run.x1 = max(run.x1, x1)
                 space = False
                 continue
+        if run is not None:
             run.text = "".join(chars)
-        font = _font(pdfium, raw, i, fonts)
-        run = Run(x0, x1, base, size, "", font[1], len(runs), font[2])
-        if font[2]:
+        run = Run(x0, x1, base, size, "", font.mono, len(runs), font.big)
+        if font.big:
             run.y = _middle(pdfium, raw, i) - 0.25 * size
         runs.append(run)
-        chars = [glyph(code, font[0])]
+        chars = [text]
         space = False
     if run is not None:
         run.text = "".join(chars)
     return [r for r in runs if r.text.strip()]
 
 
-def _font(pdfium: Any, raw: Any, i: int, known: dict[bytes, tuple[str, bool, bool]]) -> tuple[str, bool, bool]:
-    """(name without its subset prefix, typewriter, extension font) of a character's font."""
+def _font(pdfium: Any, raw: Any, i: int, known: dict[str, _Font]) -> _Font:
     buffer, flags = ctypes.create_string_buffer(128), ctypes.c_int()
     pdfium.FPDFText_GetFontInfo(raw, i, buffer, 128, ctypes.byref(flags))
-    if buffer.value not in known:
-        name = re.sub(r"^[A-Z]{6}\+", "", buffer.value.decode("latin-1"))
-        known[buffer.value] = (name, bool(flags.value & 1) or bool(_MONO.search(name)), bool(_EXTENSION.match(name)))
-    return known[buffer.value]
+    name = re.sub(r"^[A-Z]{6}\+", "", buffer.value.decode("latin-1"))
+    if name not in known:
+        mono = bool(flags.value & 1) or bool(_MONO.search(name))
+        known[name] = _Font(name, mono, bool(_EXTENSION.match(name)), bool(family(name)))
+    return known[name]
 
 
 def _true_size(pdfium: Any, raw: Any, i: int, size: float) -> float:

@@ -125,7 +125,8 @@ def _attach(runs: list[Run], size: float) -> list[list[Run]]:
                 far = abs(rows[j][0].y - y) >= reach
                 small = max(r.size for r in rows[j]) < 0.85 * size
                 touching = any(_overlaps(r, anchor) for r in rows[j])
-                if j not in owner and (touching if far else True) and (small or not far):
+                beside = touching or not small or _beside(rows[j], anchor, size)
+                if j not in owner and (touching and small if far else beside):
                     owner[j] = i
                 j += step
     lines: dict[int, list[Run]] = {}
@@ -143,6 +144,11 @@ def _overlaps(run: Run, anchor: list[Run]) -> bool:
         a.x0 - 0.3 * a.size < run.x1 and run.x0 < a.x1 + 0.3 * a.size and (a.big or a.text[0] in _OPERATORS)
         for a in anchor
     )
+
+
+def _beside(row: list[Run], anchor: list[Run], size: float) -> bool:
+    """Whether a script of the row follows or precedes a run of the anchor's: else it belongs to another line."""
+    return any(-size < r.x0 - a.x1 < 0.5 * size or -0.3 * size < a.x0 - r.x1 < 0.3 * size for r in row for a in anchor)
 
 
 def _baseline(runs: list[Run], size: float) -> float:

@@ -5,6 +5,7 @@ removed by rule (`RULES`), footnotes after the paragraph they interrupt, divided
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,12 @@ def _drop_contents(lines: list[Line], drop: list[str]) -> None:
 
 def _is_debris(line: Line, size: float) -> bool:
     """Labels inside of figures: much smaller than the text, without a word."""
-    return line.size < 0.75 * size and not re.search(r"[^\W\d_]{3,}.*[^\W\d_]{3,}", line.text)
+    return (
+        line.size < 0.75 * size
+        and len(line.text) < 40
+        and "=" not in line.text
+        and not re.search(r"[^\W\d_]{3,}.*[^\W\d_]{3,}", line.text)
+    )
 
 
 def join_words(head: str, tail: str, known: Counter[str]) -> str:
@@ -248,7 +254,7 @@ def clean(
             parts += paragraphs(footnotes[after], hyphens)
         last = max(last, end)
     text = re.sub(r"[ \t]{2,}", " ", "\n\n".join(p for p in parts if p.strip())).strip()
-    result.text = _LOGO.sub("LaTeX", text)
+    result.text = unicodedata.normalize("NFC", re.sub("\u0338 ?(.)", "\\1\u0338", _LOGO.sub("LaTeX", text)))
     return result
 
 

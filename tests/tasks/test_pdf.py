@@ -122,7 +122,8 @@ def test_hyphens():
     "code, font, text",
     [(0xFB01, "X", "fi"), (0x0B, "CMMI10", "α"), (0x14, "CMSY10", "≤"), (0x0C, "CMR10", "fi"), (0x1C, "SFRM1000", "fi"),
      (0xF061, "Symbol", "α"), (0xF732, "CMMI10", "2"), (0xF8F1, "CMEX10", ""), (0xF8F2, "CMEX10", "{"), (0x02, "CMR10", "-"),
-     (65, "CMR10", "A"), (0xE123, "X", "")],
+     (65, "CMR10", "A"), (0x58, "CMEX10", "∑"), (0x68, "CMSY10", "⟨"), (0x30, "CMSY7", "′"), (0x52, "MSBM10", "ℝ"),
+     (0x7C, "CMSY10", "|"), (0x41, "CMSY10", "A"), (0x2C, "CMMI10", ","), (0xE123, "X", "")],
 )  # fmt: skip
 def test_glyphs_without_unicode_values(code, font, text):
     assert glyph(code, font) == text
