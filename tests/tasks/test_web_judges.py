@@ -14,11 +14,16 @@ from tasks.machine_text import MachineTextConfig
 from tasks.web_judges import COLUMNS, Judges, JudgesConfig, Sample, machine_made, rescued, train
 from tasks.web_pages import PAGE_SCHEMA
 from tests.bench.machine_text_data import mail_merge
+from tests.tasks.test_labeller import Endpoint
 from tests.tasks.test_machine_text import ESSAY
 from tests.tasks.test_web import acquired, run  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "data/acquire/models/potion-base-8M"
+
+needs_model = pytest.mark.skipif(
+    not MODEL.is_dir(), reason="needs the embedding model of the acquired corpus (dvc repro acquire)"
+)
 
 
 def page(identity, text, domain="web", removed=None):
@@ -85,7 +90,33 @@ def test_limits():
     assert not rescued(off, {"knowledge": 1.0}) and machine_made(off, {"machine_text": 1.0}) is None
 
 
-@pytest.mark.skipif(not MODEL.is_dir(), reason="needs the embedding model of the acquired corpus (dvc repro acquire)")
+@needs_model
+def test_labels_come_from_the_endpoint_once_and_the_metrics_say_what_was_learned_from(tmp_path):
+    """The endpoint answers the first digit of a page: ponds are knowledge to it, prices are not."""
+    ponds = [
+        f"5 The pond number {i} was dug by monks and holds carp, tench and a rare species of newt. " * 3
+        for i in range(40)
+    ]
+    prices = [
+        f"0 Buy the item number {i} now, save money, free delivery, order today and pay later. " * 3 for i in range(40)
+    ]
+    entries = [
+        f"A lake is a body of water; lake {i} lies in a valley that a glacier formed long ago. " * 3 for i in range(40)
+    ]
+    rows = [page(f"p{i:03d}", t) for i, t in enumerate(ponds + prices)]
+    rows += [page(f"e{i:03d}", t, "encyclopedia") for i, t in enumerate(entries)]
+    path, index = first_pass(tmp_path / "p", rows), empty_index(tmp_path)
+    with Endpoint() as server:
+        config = JudgesConfig(labeller=server.config(), educational=None, machine_text=None)
+        for _ in range(2):
+            about = train(config, [path], index, MODEL, tmp_path / "j", tmp_path / "labels")["knowledge"]
+            assert about["labels"] == "encyclopedia positives and a language model" and about["label_stop"] == "done"
+            assert about["labelled_knowledge"] == 40 and len(server.asked) == 80, "a second run asks nothing"
+    told = Judges(tmp_path / "j", str(MODEL)).score([ponds[0], prices[0]])["knowledge"]
+    assert told[0] > 0.8 > 0.2 > told[1]
+
+
+@needs_model
 def test_knowledge_in_a_dropped_bucket_is_kept_and_machine_made_pages_go(acquired, tmp_path):  # noqa: F811
     import shutil
 
