@@ -190,6 +190,12 @@ class MachineTextDetector:
         score = 1 / (1 + np.exp(-np.clip(self._trees.raw(x), -30, 30)))
         return np.round(np.where(x[:, FEATURES.index("placeholder")] >= PLACEHOLDER, 1.0, score), 5)
 
+    def made(self, texts: Sequence[str], config: MachineTextConfig) -> list[float | None]:
+        """The score of each text that is to be removed, None for one that stays (or is too short to be judged)."""
+        limit = self.threshold if config.threshold is None else config.threshold
+        scores = self.score(texts).tolist()
+        return [s if s >= limit and len(t) >= config.min_chars else None for t, s in zip(texts, scores, strict=True)]
+
 
 class TemplateCounter:
     """Which share of a document's wording stands, with other names and numbers in it, in many documents of the corpus.

@@ -24,6 +24,7 @@ from tasks.code_text import is_training_file
 from tasks.educational import EducationalConfig, EducationalScorer, train_scorer
 from tasks.extract import NotText
 from tasks.labeller import LabellerConfig
+from tasks.machine_text import MachineTextConfig, MachineTextDetector
 from tasks.math_audit import Audit
 from tasks.math_html import extract_math_page, has_math_markup
 from tasks.quality import StaticEmbedder
@@ -59,6 +60,9 @@ class Config(StageConfig):
     educational: EducationalConfig | None = Field(EducationalConfig(), description="the educational scorer; null: none")
     labeller: LabellerConfig = Field(LabellerConfig(), description="a language model to distil its labels from")
     embedder: str = Field("models/potion-base-8M", description="its embedding model, below data/acquire")
+    machine_text: MachineTextConfig | None = Field(
+        MachineTextConfig(), description="limit on machine-made text; null: none is left out for it"
+    )
     min_educational: float = Field(0.0, ge=0, le=1, description="limit on educational; 0: none is left out for it")
     pdf_memory_mb: int = Field(2048, ge=256, description="memory of the process that reads PDFs")
 
@@ -212,6 +216,7 @@ def run(stage: Stage) -> None:
     kinds: Counter[str] = Counter()
     audit = Audit(out / "audit")
     scorer, about = _scorer(stage)
+    detector = MachineTextDetector() if config.machine_text else None
     names = ("math_score", "math_max", *(("educational",) if scorer else ()))
     limits = pdf.Limits(
         read_pages=config.max_pdf_pages,
@@ -235,6 +240,8 @@ def run(stage: Stage) -> None:
                 verdict = ("few_formulas", count)
             elif mean < config.min_score:
                 verdict = ("math_score", mean)
+            elif detector and (made := detector.made([text], config.machine_text)[0]) is not None:
+                verdict = ("machine_text", made)
             elif scorer:
                 row["educational"] = round(float(scorer.score([text])[0]), 6)
                 if row["educational"] < config.min_educational:

@@ -9,6 +9,7 @@ import pytest
 from tasks.machine_text import (
     FEATURES,
     MODEL,
+    MachineTextConfig,
     MachineTextDetector,
     TemplateCounter,
     Trees,
@@ -115,3 +116,12 @@ def test_precision_on_held_out_sources_and_generators():
     figures = machine_text_figures()
     assert figures["single text: precision"] >= 0.95 and figures["with templates: precision"] >= 0.95
     assert figures["single text: recall"] > 0.3 and figures["non-English pages removed"] < 0.02
+
+
+def test_what_is_made_is_named_with_its_score_and_short_texts_stay():
+    detector, latin = (
+        MachineTextDetector(),
+        "Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod. " * 6,
+    )
+    assert detector.made([ESSAY, latin, latin[:200]], MachineTextConfig()) == [None, 1.0, None]
+    assert detector.made([ESSAY], MachineTextConfig(threshold=0.0))[0] is not None
