@@ -123,7 +123,7 @@ def corpus(folder: Path) -> list[Path]:
 
 def decided(shards: list[Path], scratch: Path, partitions: int) -> tuple[np.ndarray, list[dict]]:
     job = dedup.make_job(dedup.Config(), shards, scratch)
-    found = dedup.search(job, partitions, LocalEngine(1), lambda message: None)
+    found = dedup.search(job, partitions, LocalEngine(1))
     removed = np.load(scratch / "removed.npy")
     return removed, found["clusters"]
 
@@ -159,7 +159,11 @@ def stage(tmp_path: Path, shards: list[Path], **config) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "engine,workers",
-    [("local", 2), ("local", 3), pytest.param("ray", 2, marks=[needs_ray, pytest.mark.slow])],
+    [
+        ("local", 2),
+        pytest.param("local", 3, marks=pytest.mark.slow),
+        pytest.param("ray", 2, marks=[needs_ray, pytest.mark.slow]),
+    ],
 )
 def test_the_same_bytes_from_any_engine_and_number_of_workers(tmp_path, engine, workers):
     shards = corpus(tmp_path / "in")
