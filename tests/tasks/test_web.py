@@ -13,6 +13,7 @@ from tasks.fetch import PipIndexes
 from tasks.files import list_files, sha256_file
 from tasks.records import Record, write_records
 from tasks.stage import run_stage_for_test
+from tasks.web_pages import ReadTask, Rules, read_unit
 from tests.tasks.corpus_fixtures import ENGLISH, archives, corpus_list, train_language_model, write_list
 from tests.tasks.package_index import serve
 
@@ -263,3 +264,16 @@ def test_audit_shows_texts_on_both_sides_of_a_threshold(default):
     assert licences[0].startswith("licence,documents,bytes") and any(
         line.startswith("CC-BY-SA-4.0,32,") for line in licences
     )
+
+
+def test_spam_mails_teach_and_are_no_documents(acquired, tmp_path):
+    (tmp_path / "m.txt").write_text("From: a@b\nReceived: by c\nSubject: Offer\n\n" + ENGLISH.replace(". ", ".\n"))
+    row = {"item": "mails", "use": "negative", "path": "m.txt", "sha256": "ab12", "kind": "text", "domain": "prose"}
+    model, rules = str(acquired / "models/lid.176.ftz"), Rules(200, 0.2, (), {})
+    sources = {"mails": ("spam", "mail")}
+    task = ReadTask("t", "texts", str(tmp_path), (row,), model, str(tmp_path / "out"), rules, sources, 10)
+    found = read_unit(task)
+    assert (found["seen"], found["pages"]) == (0, 0)
+    example = json.loads((tmp_path / "out/t.examples.jsonl").read_text())
+    assert (example["source"], example["good"]) == ("spam", False)
+    assert "Received" not in example["text"] and "sailors saw of the coast" in example["text"]
