@@ -1,4 +1,7 @@
-"""HTML to text: charset, title, main content (resiliparse), and the rest of a page's text as boilerplate.
+"""HTML to text: charset, title, main content, code blocks, and the rest of a page's text as boilerplate.
+
+A page is parsed by lexbor (resiliparse), cut into text blocks, and every block is judged by boosted trees
+(tasks/extract_model.py); what is kept is written out with its paragraphs, lists, table rows and code.
 
 Try it on one page:  python -m tasks.extract page.html
 """
@@ -10,10 +13,27 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from tasks.extract_model import Blocks, load, segment
+from tasks.extract_scan import CELL, IN_PRE, LIST_DEPTH, LIST_ITEM, ROW, TAG_ID
+
 REPLACEMENT = "\ufffd"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\u200b]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _TRAILING = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
+_WESTERN = ("windows-1252", "cp1252", "iso-8859-1", "iso-8859-15", "latin1", "latin-1", "us-ascii", "ascii")
+_HIGH, _LETTERS = re.compile(rb"[\xc0-\xff]"), re.compile(rb"[A-Za-z]")
+_TAG = re.compile(r"<[a-zA-Z!/?]")
+_CLASS = re.compile(r'(?:class|data-lang|data-language|lang)="([^"]*)"')
+_LANGUAGE = re.compile(r"(?:^|\s)(?:language|lang|highlight-source|highlight|brush:?|src|code)[-:\s]\s*([\w+#.-]+)")
+_NO_LANGUAGE = (
+    "default none text plain plaintext nohighlight notranslate source code highlight block wrapper example".split()
+)
+_HLJS = re.compile(r"\bhljs\s+([a-z][\w+#]*)|^([a-z][\w+#]*)\s+hljs\b|\bsourceCode\s+([a-z][\w+#]*)")
+_GUTTER = re.compile(r"[\d\s]+")
+_CODE_SIGNS = re.compile(r"[{}();=<>\[\]\\$]")
+CODE_SIGN_SHARE = 0.04  # signs of code per character above which a <pre> without other cues is code
 
 
 class NotText(ValueError):
@@ -22,21 +42,26 @@ class NotText(ValueError):
 
 @dataclass(frozen=True)
 class Extracted:
-    """`text` is the main content; `declared_lang` is the html element's lang attribute, lower case, or ""."""
+    """`text` is the main content; `declared_lang` is the html element's lang attribute, lower case, or "".
+
+    `code_blocks` counts the fenced blocks in `text`: a page with some bears code.
+    """
 
     text: str
     title: str
     declared_lang: str
     charset: str
+    code_blocks: int = 0
 
 
 def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
     """(text, charset): byte order mark, then what is valid UTF-8, then HTTP header, meta tag, detection.
 
     Valid UTF-8 comes before what the page declares: no other text is valid UTF-8 by chance, while pages that were
-    re-encoded without their declaration being changed are common. A declared charset in which more than 0.2 % of the
-    characters are undecodable is taken as wrong and the next candidate is tried. NotText when none stays under 2 %, or
-    when the body is binary.
+    re-encoded without their declaration being changed are common; a cut character or a few stray bytes do not change
+    that. Declared names mean what browsers take them for (iso-8859-1 is windows-1252). A declared charset in which more
+    than 0.2 % of the characters are undecodable, or a Western one for a text most of whose letters are not ASCII, is
+    taken as wrong and the next candidate is tried. NotText when none stays under 2 %, or when the body is binary.
     """
     from resiliparse.parse.encoding import detect_encoding
 
@@ -45,16 +70,24 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
     if body[:5] in (b"%PDF-", b"\x89PNG\r", b"GIF89", b"GIF87") or body[:2] in (b"PK", b"\x1f\x8b", b"\xff\xd8"):
         raise NotText("a binary format, not HTML")
     boms = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-    candidates = [name for mark, name in boms if body.startswith(mark)]
+    candidates = [name for mark, name in boms if body.startswith(mark)] or _without_mark(body)
     try:
         body.decode("utf-8")
     except UnicodeDecodeError:
+        if not candidates and _nearly_utf8(body):
+            return body.decode("utf-8", "replace"), "utf-8"
         candidates += [http_charset]
     else:
         candidates += ["utf-8"] if not body.isascii() else [http_charset]
-    candidates += [detect_encoding(body, from_html_meta=True), detect_encoding(body), "utf-8", "windows-1252"]
+    declared = detect_encoding(body, from_html_meta=True)
+    detected = detect_encoding(body)
+    high = len(_HIGH.findall(body[:200_000]))
+    foreign = high > 20 and high > len(_LETTERS.findall(re.sub(rb"(?s)<[^>]*>", b"", body[:200_000])))
+    names = [_browser_name(name) for name in (*candidates, declared, detected, "utf-8", "windows-1252") if name]
+    if foreign:
+        names.sort(key=lambda name: name in _WESTERN)
     best, best_bad, best_name = "", 1.0, ""
-    for name in dict.fromkeys(c.lower() for c in candidates if c):
+    for name in dict.fromkeys(names):
         try:
             text = body.decode(name, "replace")
         except (LookupError, UnicodeError):
@@ -69,35 +102,192 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
     return best, best_name
 
 
+def _browser_name(name: str) -> str:
+    """The encoding that browsers use for a declared name; the name itself when they know none."""
+    from resiliparse.parse.encoding import map_encoding_to_html5
+
+    name = name.strip().lower()
+    if name in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"):
+        return name
+    return (map_encoding_to_html5(name, False) or name).lower()
+
+
+def _without_mark(body: bytes) -> list[str]:
+    """UTF-16 without a byte order mark: every other byte of a page is zero, and its tags are there."""
+    head = body[:4000]
+    if b"<" not in head:
+        return []
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if max(even, odd) > 0.3 * len(head) / 2 and min(even, odd) < 0.05 * len(head) / 2:
+        return ["utf-16-le" if odd > even else "utf-16-be"]
+    return []
+
+
+def _nearly_utf8(body: bytes) -> bool:
+    """Non-ASCII characters are UTF-8, but for less than one in twenty and for one cut off at the end."""
+    text = body.decode("utf-8", "replace")
+    bad = text.count(REPLACEMENT)
+    good = sum(1 for c in text if c > "\x7f") - bad
+    return bad * 20 < good or (bad == 1 < good and text.endswith(REPLACEMENT))
+
+
 def clean_text(text: str) -> str:
     """Control characters, trailing blanks and runs of blank lines removed; valid Unicode."""
+    return _tidy(text).strip()
+
+
+def _tidy(text: str) -> str:
     text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u00a0", " "))
-    text = _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip()
-    return text.encode("utf-8", "ignore").decode("utf-8")
+    return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).encode("utf-8", "ignore").decode("utf-8")
 
 
 def extract_page(body: bytes, http_charset: str = "") -> Extracted:
     """Main content of a page with its block structure kept as lines. NotText when the bytes are no page."""
-    from resiliparse.extract.html2text import extract_plain_text
-    from resiliparse.parse.html import HTMLTree
-
     html, charset = decode_html(body, http_charset)
-    tree = HTMLTree.parse(html)
-    text = extract_plain_text(tree, preserve_formatting=True, main_content=True, alt_texts=False, comments=False)
+    if not _TAG.search(html):
+        return Extracted(clean_text(html), "", "", charset)
+    page, tree = segment(html)
     root = tree.document.query_selector("html") if tree.document else None
     lang = (root.getattr("lang") or "").lower() if root is not None else ""
     title = " ".join((tree.title or "").split()).encode("utf-8", "ignore").decode("utf-8")
-    return Extracted(clean_text(text), title[:300], lang[:12], charset)
+    text, code = render(page, choose(page))
+    return Extracted(text, title[:300], lang[:12], charset, code)
+
+
+def choose(page: Blocks) -> np.ndarray:
+    """Numbers of the blocks that are main content, in order.
+
+    Where no block reaches the threshold, the best ones and those half as good are taken: a page has some main text. Code
+    whose neighbour in the same container is kept stays with it.
+    """
+    if not len(page):
+        return np.zeros(0, np.int64)
+    model = load()
+    p = model(page)
+    keep = p >= model.threshold
+    if not keep.any():
+        keep = p >= p.max() / 2
+    for b in np.flatnonzero((page.stats[:, IN_PRE] > 0) & ~keep):
+        near = [o for o in (b - 1, b + 1) if 0 <= o < len(page) and keep[o] and page.lengths[o] > 3]
+        keep[b] = p[b] > 0.1 and bool(near)
+    return np.flatnonzero(keep)
+
+
+def render(page: Blocks, kept: np.ndarray) -> tuple[str, int]:
+    """(text of the blocks, number of code blocks in it): paragraphs parted by a blank line, list items and cells not."""
+    stats = page.stats[kept][:, [ROW, CELL, LIST_ITEM, LIST_DEPTH, IN_PRE]].tolist()
+    owners = page.elements[page.blocks[kept, 2], 0].tolist()
+    cells = page.stats[:, CELL]
+    alone = {c for c, n in zip(*np.unique(cells[cells >= 0], return_counts=True), strict=True) if n == 1}
+    out: list[str] = []
+    code, last_row, last_item, inside = 0, -1, False, 0
+    for index, b in enumerate(kept.tolist()):
+        row, cell, item, depth, pre = stats[index]
+        text = page.string(b)
+        if pre:
+            if pre != inside:
+                out.append(_code(page, kept[index:], pre))
+                code += out[-1].lstrip("\n").startswith("```")
+            inside, last_row, last_item = pre, -1, False
+            continue
+        inside = 0
+        if item:
+            text = f"{'  ' * min(max(depth - 1, 0), 5)}- {text}"
+        if row >= 0 and cell in alone:
+            out.append((" | " if row == last_row else "\n" if last_row >= 0 else "\n\n") + text)
+            last_row, last_item = row, False
+            continue
+        tight = item and last_item and owners[index] == TAG_ID["li"]
+        out.append(("\n" if tight else "\n\n") + text)
+        last_row, last_item = -1, bool(item)
+    return _tidy("".join(out)).strip("\n").rstrip() if code else clean_text("".join(out)), code
+
+
+def _code(page: Blocks, rest: np.ndarray, pre: int) -> str:
+    """The blocks of one <pre>, fenced when it is code."""
+    parts = []
+    for b in rest.tolist():
+        if page.stats[b, IN_PRE] != pre:
+            break
+        parts.append(page.string(b))
+    text = "\n".join(parts).strip("\n")
+    if not _is_code(page, pre, text):
+        return f"\n\n{text}"
+    fence = "```" if "```" not in text else "````"
+    return f"\n\n{fence}{_language(page, pre)}\n{text}\n{fence}"
+
+
+def _attributes(page: Blocks, element: int) -> str:
+    start, end = page.elements[element, 2:]
+    return page.buf[start:end].tobytes().decode("utf-8", "ignore")
+
+
+def _around(page: Blocks, pre: int) -> list[int]:
+    """A <pre>, the <code> directly in it, and its three nearest ancestors."""
+    found = [pre]
+    if pre + 1 < len(page.elements) and page.elements[pre + 1, 1] == pre:
+        found.append(pre + 1)
+    above = int(page.elements[pre, 1])
+    while above > 0 and len(found) < 5:
+        found.append(above)
+        above = int(page.elements[above, 1])
+    return found
+
+
+def _language(page: Blocks, pre: int) -> str:
+    """Language that class names or data attributes say a <pre> is in, lower case, or ""."""
+    for element in _around(page, pre):
+        attributes = _attributes(page, element)
+        for match in re.finditer(r'(class|data-lang|data-language)="([^"]*)"', attributes):
+            value = match[2].strip()
+            if match[1] != "class":
+                found = [value]
+            else:
+                found = _LANGUAGE.findall(value) + [g for m in _HLJS.finditer(value) for g in m.groups() if g]
+            for name in found:
+                name = name.lower().strip(";")
+                if name and name not in _NO_LANGUAGE and len(name) <= 20:
+                    return name
+    return ""
+
+
+def _is_code(page: Blocks, pre: int, text: str) -> bool:
+    if _language(page, pre):
+        return True
+    child = pre + 1
+    if child < len(page.elements) and page.elements[child, 1] == pre and page.elements[child, 0] == TAG_ID["code"]:
+        return True
+    words = " ".join(_CLASS.findall(" ".join(_attributes(page, e) for e in _around(page, pre)[:3]))).lower()
+    if "highlight" in words or "code" in words:
+        return True
+    return len(_CODE_SIGNS.findall(text)) > CODE_SIGN_SHARE * len(text)
+
+
+def code_blocks(body: bytes, http_charset: str = "") -> list[tuple[str, str]]:
+    """(language or "", code) of every <pre> of a page that holds code, main content or not, indentation kept.
+
+    Columns of line numbers are left out. NotText when the bytes are no page.
+    """
+    page, _ = segment(decode_html(body, http_charset)[0])
+    found, pre = [], 0
+    numbers = np.arange(len(page))
+    for b in np.flatnonzero(page.stats[:, IN_PRE] > 0).tolist():
+        if page.stats[b, IN_PRE] == pre:
+            continue
+        pre = int(page.stats[b, IN_PRE])
+        text = "\n".join(page.string(k) for k in numbers[b:][page.stats[b:, IN_PRE] == pre].tolist()).strip("\n")
+        if _GUTTER.fullmatch(text) or not _is_code(page, pre, text):
+            continue
+        found.append((_language(page, pre), _TRAILING.sub("", _CONTROL.sub("", text))))
+    return found
 
 
 def boilerplate(body: bytes, main: str, http_charset: str = "") -> str:
     """The lines of a page that are not part of its main content: menus, footers, forms - what a filter must learn."""
-    from resiliparse.extract.html2text import extract_plain_text
-
-    html, _ = decode_html(body, http_charset)
-    everything = clean_text(extract_plain_text(html, preserve_formatting=True, main_content=False, form_fields=True))
-    kept = {line.strip() for line in main.splitlines()}
-    return "\n".join(line.strip() for line in everything.splitlines() if line.strip() and line.strip() not in kept)
+    page, _ = segment(decode_html(body, http_charset)[0])
+    kept = {part.strip().removeprefix("- ") for line in main.splitlines() for part in (line, *line.split(" | "))}
+    lines = (line.strip() for b in range(len(page)) for line in clean_text(page.string(b)).splitlines())
+    return "\n".join(line for line in lines if line and line not in kept)
 
 
 def main() -> None:
