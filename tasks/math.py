@@ -12,39 +12,30 @@ holds samples of kept and removed text for a person to read.
 
 from __future__ import annotations
 
-import re
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field
 
-from tasks import documents, latex, pdf, tex_source
+from tasks import documents, tex_source
 from tasks.code_text import is_training_file
 from tasks.educational import EducationalConfig, EducationalScorer, train_scorer
-from tasks.extract import NotText
 from tasks.labeller import LabellerConfig
 from tasks.machine_text import MachineTextConfig, MachineTextDetector
+from tasks.mapshuffle import EngineConfig, open_engine
 from tasks.math_audit import Audit
-from tasks.math_html import extract_math_page, has_math_markup
+from tasks.math_units import read_unit
 from tasks.quality import StaticEmbedder
-from tasks.records import read_records
-from tasks.stage import Stage, StageConfig
+from tasks.records import record_shards
+from tasks.stage import Stage
 from tasks.texts import read_index
 
-_WORDS = frozenset(
-    "theorem proof lemma corollary proposition definition equation function derivative integral matrix vector polynomial prime"
-    " integer real complex sum product series limit let suppose assume hence thus therefore where given compute solve solution"
-    " example exercise formula variable algebra geometry probability distribution sequence convergence root factor modulo"
-    " group ring field ideal elliptic curve algorithm linear differential coefficient exponent logarithm set map space"
-    " energy force mass velocity acceleration momentum temperature pressure electron atom molecule reaction equilibrium"
-    " quantum wave frequency charge potential entropy hypothesis experiment measurement theory".split()
-)
-_UNICODE_MATH = re.compile(r"[∀-⋿⟀-⟯⨀-⫿←-⇿ℂℕℙℚℝℤα-ωΓΔΘΛΞΠΣΦΨΩ±×÷]|\w\^[\w{]|\w_\{|\b[A-Za-z]_[A-Za-z0-9]\b")
-_READERS = {"rst": latex.rst_to_text, "md": latex.markdown_to_text}
+FILES_PER_UNIT = 64
 
 
-class Config(StageConfig):
+class Config(EngineConfig):
     domains: tuple[str, ...] = Field(("math",), description="domains of the index whose files are read")
     pages: bool = Field(True, description="look for mathematical pages in the WARC files too")
     min_chars: int = Field(400, ge=0, description="shorter documents are left out")
@@ -67,139 +58,6 @@ class Config(StageConfig):
     pdf_memory_mb: int = Field(2048, ge=256, description="memory of the process that reads PDFs")
 
 
-def chunk_score(text: str) -> float:
-    """In [0, 1]: formulas per length, mathematical vocabulary, and connected prose, each saturating.
-
-    A reference list of names scores low for its lack of sentences, a novel for its lack of formulas.
-    """
-    if not text.strip():
-        return 0.0
-    length = len(text)
-    formulas = sum(min(len(s), 200) for s in latex.math_spans(text)) + 4 * len(_UNICODE_MATH.findall(text))
-    density = min(1.0, formulas / length / 0.12)
-    words = re.findall(r"[^\W\d_]{2,}", text.lower())
-    vocabulary = min(1.0, sum(w in _WORDS for w in words) / max(1, len(words)) / 0.05)
-    sentences = len(re.findall(r"[a-z)$\]][.?!](?:\s|$)", text))
-    prose = min(1.0, sentences * 150 / length) * min(1.0, sum(map(len, words)) / length / 0.5)
-    return density * (0.4 + 0.3 * vocabulary + 0.3 * prose) if density else 0.0
-
-
-def score(text: str, chunk_chars: int) -> tuple[float, float]:
-    """(length-weighted mean, maximum) of the chunk scores."""
-    chunks = [text[i : i + chunk_chars] for i in range(0, len(text), chunk_chars)] or [""]
-    scores = [chunk_score(c) for c in chunks]
-    mean = sum(s * len(c) for s, c in zip(scores, chunks)) / max(1, len(text))
-    return round(mean, 6), round(max(scores), 6)
-
-
-def formula_count(text: str) -> int:
-    """Formulas in TeX delimiters, plus stretches of a hundred characters that hold mathematical characters outside of them."""
-    rest = latex._SPAN.sub(" ", text)
-    return len(latex.math_spans(text)) + len({m.start() // 100 for m in _UNICODE_MATH.finditer(rest)})
-
-
-def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, ending with a paragraph where one ends in the second half."""
-    if len(text) <= limit:
-        return text
-    end = text.rfind("\n\n", limit // 2, limit)
-    return text[: end if end > 0 else limit]
-
-
-class _Sources:
-    """Texts of files, pages and records; what cannot be read goes to the stage's rejects with its reason."""
-
-    def __init__(self, stage: Stage, reader: pdf.Reader, audit: Audit):
-        self.stage, self.config, self.reader, self.audit = stage, stage.config, reader, audit
-
-    def _pdf(self, content: bytes) -> str:
-        found = self.reader.read(content)
-        self.audit.removed("pdf", found.removed, found.examples)
-        return found.text
-
-    def _html(self, content: bytes, charset: str = "") -> str:
-        found = extract_math_page(content, charset)
-        self.audit.carried(found.carriers, found.lost)
-        return found.page.text
-
-    def _file(self, path: Path, kind: str) -> str:
-        suffix = path.name.rpartition(".")[2].lower()
-        if kind == "pdf" or suffix == "pdf":
-            return self._pdf(path.read_bytes())
-        if kind == "tex" or suffix == "tex":
-            return tex_source.read_source(path)
-        data = path.read_bytes()
-        if kind == "html" or suffix in ("html", "htm", "xhtml"):
-            return self._html(data)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError("not UTF-8 text") from None
-        reader = _READERS.get(suffix) or _READERS.get(kind)
-        return reader(text) if reader else latex.dollars(text)
-
-    def _reject(self, name: str, error: Exception) -> None:
-        self.stage.reject(name, getattr(error, "reason", "unreadable"), getattr(error, "detail", str(error)))
-
-    def files(self) -> Iterator[dict]:
-        acquired = self.stage.dep("data/acquire")
-        rows = [
-            row
-            for row in read_index(acquired)
-            if row["domain"] in self.config.domains and row["kind"] != "code" and is_training_file(row)
-        ]
-        sources = [acquired / r["path"] for r in rows if r["path"].lower().endswith((".tex", ".ltx", ".tex.gz"))]
-        parts = tex_source.parts_of_articles(sources)
-        for row in self.stage.progress(rows, label="files"):
-            if (acquired / row["path"]).resolve() in parts:
-                continue
-            self.stage.seen()
-            try:
-                text = self._file(acquired / row["path"], row["kind"])
-            except (ValueError, OSError) as error:
-                self._reject(row["path"], error)
-                continue
-            inner = row.get("member") or row["path"].removeprefix("files/").partition("/")[2]
-            yield {
-                "text": text,
-                "source": f"{row['item']}/{row['version']}/{inner}",
-                "url": row.get("url") or "",
-                "meta": {"kind": row["kind"], "licence": row["licence"], "item": row["item"]},
-            }
-
-    def pages(self) -> Iterator[dict]:
-        from tasks.warc import BadRecord, read_warc
-
-        folder = self.stage.dep("data/acquire") / "warc"
-        for path in self.stage.progress(sorted(folder.glob("*.warc*")), label="WARC files"):
-            for page in read_warc(path):
-                if isinstance(page, BadRecord):
-                    self.stage.reject(page.record_id, page.reason, page.detail)
-                elif has_math_markup(page.body):
-                    self.stage.seen()
-                    try:
-                        text = self._html(page.body)
-                    except NotText as error:
-                        self._reject(page.url, error)
-                        continue
-                    meta = {"kind": "html", "item": page.package}
-                    yield {"text": text, "source": page.package or path.name, "url": page.url, "meta": meta}
-
-    def records(self) -> Iterator[dict]:
-        """PDFs, and pages with formulas, of the user's own sources."""
-        for record in read_records(self.stage.dep("data/ingest"), kinds=("pdf", "html")):
-            if record.kind == "html" and not has_math_markup(record.content):
-                continue
-            self.stage.seen()
-            try:
-                text = self._pdf(record.content) if record.kind == "pdf" else self._html(record.content, record.charset)
-            except ValueError as error:
-                self._reject(record.id, error)
-                continue
-            meta = {"kind": record.kind, "licence": record.licence, "item": record.source, "path": record.path}
-            yield {"text": text, "source": record.source, "url": record.url, "lang": record.lang, "meta": meta}
-
-
 def _scorer(stage: Stage) -> tuple[EducationalScorer | None, dict[str, object]]:
     config: Config = stage.config
     if config.educational is None:
@@ -210,6 +68,41 @@ def _scorer(stage: Stage) -> tuple[EducationalScorer | None, dict[str, object]]:
     return train_scorer(acquired, embedder, config.educational, config.labeller, stage.root / "work" / "labels")
 
 
+def _units(stage: Stage) -> dict[str, dict]:
+    """Arguments of `read_unit` by name, in the order in which the documents are written."""
+    config: Config = stage.config
+    acquired = stage.dep("data/acquire")
+    rows = [
+        row
+        for row in read_index(acquired)
+        if row["domain"] in config.domains and row["kind"] != "code" and is_training_file(row)
+    ]
+    sources = [acquired / r["path"] for r in rows if r["path"].lower().endswith((".tex", ".ltx", ".tex.gz"))]
+    parts = tex_source.parts_of_articles(sources)
+    rows = [row for row in rows if (acquired / row["path"]).resolve() not in parts]
+    limits = {
+        "read_pages": config.max_pdf_pages,
+        "max_pages": config.reject_pdf_pages,
+        "seconds": config.pdf_seconds,
+        "memory_bytes": config.pdf_memory_mb << 20,
+    }
+    found: dict[str, dict] = {}
+    for i in range(0, len(rows), FILES_PER_UNIT):
+        found[f"files-{i:07d}"] = {"acquired": str(acquired), "rows": rows[i : i + FILES_PER_UNIT]}
+    for path in record_shards(stage.dep("data/ingest")):
+        found[f"records-{path.stem}"] = {"records": str(path)}
+    if config.pages:
+        for path in sorted((acquired / "warc").glob("*.warc*")):
+            found[f"pages-{path.name}"] = {"warc": str(path)}
+    shared = {"limits": limits, "max_chars": config.max_chars, "chunk_chars": config.chunk_chars}
+    return {n: u | shared | {"out": str(stage.scratch / "units" / f"{n}.jsonl")} for n, u in found.items()}
+
+
+def _rows(path: Path) -> Iterator[dict]:
+    with open(path, encoding="utf-8") as handle:
+        yield from map(json.loads, handle)
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
     out = stage.out("data/math")
@@ -218,51 +111,48 @@ def run(stage: Stage) -> None:
     scorer, about = _scorer(stage)
     detector = MachineTextDetector() if config.machine_text else None
     names = ("math_score", "math_max", *(("educational",) if scorer else ()))
-    limits = pdf.Limits(
-        read_pages=config.max_pdf_pages,
-        max_pages=config.reject_pdf_pages,
-        seconds=config.pdf_seconds,
-        memory_bytes=config.pdf_memory_mb << 20,
-    )
+    units = _units(stage)
+    with open_engine(config) as engine:
+        results = engine.map(read_unit, units, stage.scratch / "read")
+        for result in stage.progress(results, total=len(units), label="units"):
+            stage.seen(result["seen"])
+            for rejected in result["rejects"]:
+                stage.reject(*rejected)
+            audit.carried(result["carriers"], result["lost"])
+            audit.removed("pdf", result["lines"], result["examples"])
 
-    def judged(sources: _Sources) -> Iterator[tuple[dict, int, tuple[str, float] | None]]:
-        """(row with its scores, formulas, what it is removed for)."""
-        parts = [sources.files(), sources.records()] + ([sources.pages()] if config.pages else [])
-        for found in (row for part in parts for row in part):
-            text = cut(found["text"], config.max_chars)
-            count = formula_count(text)
-            mean, best = score(text, config.chunk_chars)
-            row = found | {"text": text, "math_score": mean, "math_max": best}
-            verdict = None
-            if len(text) < config.min_chars:
-                verdict = ("too_short", len(text))
-            elif count < config.min_formulas:
-                verdict = ("few_formulas", count)
-            elif mean < config.min_score:
-                verdict = ("math_score", mean)
-            elif detector and (made := detector.made([text], config.machine_text)[0]) is not None:
-                verdict = ("machine_text", made)
-            elif scorer:
-                row["educational"] = round(float(scorer.score([text])[0]), 6)
-                if row["educational"] < config.min_educational:
-                    verdict = ("educational", row["educational"])
-            yield row, count, verdict
+    def verdict(row: dict) -> tuple[str, float] | None:
+        """The rule that removes a document, and what it compared."""
+        if len(row["text"]) < config.min_chars:
+            return "too_short", len(row["text"])
+        if row["formulas"] < config.min_formulas:
+            return "few_formulas", row["formulas"]
+        if row["math_score"] < config.min_score:
+            return "math_score", row["math_score"]
+        if detector and (made := detector.made([row["text"]], config.machine_text)[0]) is not None:
+            return "machine_text", made
+        if scorer:
+            row["educational"] = round(float(scorer.score([row["text"]])[0]), 6)
+            if row["educational"] < config.min_educational:
+                return "educational", row["educational"]
+        return None
 
-    def kept(sources: _Sources) -> Iterator[dict]:
-        for row, count, verdict in judged(sources):
-            audit.document(row, count, row["math_score"], verdict)
-            if verdict:
-                excluded.add(row, *verdict)
+    def kept() -> Iterator[dict]:
+        for row in (row for unit in units.values() for row in _rows(Path(unit["out"]))):
+            removed = verdict(row)
+            audit.document(row, row["formulas"], row["math_score"], removed)
+            if removed:
+                excluded.add(row, *removed)
                 continue
             kinds[row["meta"]["kind"]] += 1
-            meta = row["meta"] | {"formulas": count}
+            meta = row["meta"] | {"formulas": row["formulas"]}
             scores = {name: row[name] for name in names}
-            lang = row.get("lang", "")
-            yield documents.document(row["text"], row["source"], "math", url=row["url"], lang=lang, meta=meta, **scores)
+            yield documents.document(
+                row["text"], row["source"], "math", url=row["url"], lang=row["lang"], meta=meta, **scores
+            )
 
-    with documents.Exclusions(out) as excluded, pdf.Reader(limits) as reader:
-        rows = kept(_Sources(stage, reader, audit))
-        written = documents.write_documents(out, rows, scores=names)
+    with documents.Exclusions(out) as excluded:
+        written = documents.write_documents(out, kept(), rows_per_shard=1024, scores=names)
     audit.write()
     stage.rows(documents=written["documents"], excluded=sum(excluded.counts.values()))
     stage.metric(

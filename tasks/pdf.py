@@ -9,13 +9,19 @@ of its own with a memory limit and a time limit per document, so that no PDF can
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
+import json
+import os
 import resource
-import signal
-from dataclasses import dataclass, field
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
+from tasks.params import ROOT
 from tasks.pdf_chars import page_runs
 from tasks.pdf_layout import page_lines
 from tasks.pdf_text import clean
@@ -109,25 +115,26 @@ def read_pdf(source: Path | bytes, limits: Limits = Limits(), **parts: bool) -> 
     return PdfText(cleaned.text, len(pages), count, dict(sorted(cleaned.removed.items())), cleaned.examples)
 
 
-def _serve(connection: multiprocessing.connection.Connection, limits: Limits) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the stage's own time limit is the parent's business
+def _serve(limits: Limits) -> None:
+    """The child: PDFs come on standard input, answers go out as JSON, each after its length in eight bytes."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what a library prints must not get between the answers
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
+    while len(head := sys.stdin.buffer.read(8)) == 8:
+        source = sys.stdin.buffer.read(int.from_bytes(head))
         try:
-            source = connection.recv_bytes()
-        except EOFError:
-            return
-        try:
-            found: tuple = ("text", read_pdf(source, limits))
+            found = asdict(read_pdf(source, limits))
         except BadPdf as error:
-            found = ("bad", error.reason, error.detail)
+            found = {"bad": [error.reason, error.detail]}
         except MemoryError:
-            found = ("bad", "memory", f"more than {limits.memory_bytes >> 20} MiB")
+            found = {"bad": ["memory", f"more than {limits.memory_bytes >> 20} MiB"]}
         except Exception as error:  # whatever a stranger's file provokes is that file's fault
-            found = ("bad", "unreadable", f"{type(error).__name__}: {error}")
-        connection.send(found)
+            found = {"bad": ["unreadable", f"{type(error).__name__}: {error}"]}
+        answer = json.dumps(found).encode()
+        view = memoryview(len(answer).to_bytes(8) + answer)
+        while view:
+            view = view[os.write(out, view) :]
 
 
 class Reader:
@@ -135,8 +142,7 @@ class Reader:
 
     def __init__(self, limits: Limits = Limits()):
         self.limits = limits
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: multiprocessing.connection.Connection | None = None
+        self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -147,37 +153,52 @@ class Reader:
     def close(self) -> None:
         """End the child process."""
         if self._process is not None:
-            self._connection.close()
             self._process.kill()
-            self._process.join()
-            self._process = self._connection = None
+            self._process.wait()
+            self._process.stdout.close()
+            with contextlib.suppress(OSError):  # what it did not take any more
+                self._process.stdin.close()
+            self._process = None
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data, handle = b"", self._process.stdout
+        while len(data) < size:
+            if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            part = os.read(handle.fileno(), min(1 << 20, size - len(data)))
+            if not part:
+                raise EOFError
+            data += part
+        return data
 
     def read(self, source: Path | bytes) -> PdfText:
         """As `read_pdf`; BadPdf also with the reasons timeout, crashed and memory."""
+        data = source if isinstance(source, bytes) else source.read_bytes()
         if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._connection, child = context.Pipe()
-            self._process = context.Process(target=_serve, args=(child, self.limits), daemon=True)
-            self._process.start()
-            child.close()
+            command = [sys.executable, "-m", "tasks.pdf", "--serve", json.dumps(asdict(self.limits))]
+            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            self._connection.send_bytes(source if isinstance(source, bytes) else source.read_bytes())
-            if not self._connection.poll(self.limits.seconds):
-                self.close()
-                raise BadPdf("timeout", f"not read in {self.limits.seconds:g} s")
-            found = self._connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self._process.join()
-            code = self._process.exitcode
+            self._process.stdin.write(len(data).to_bytes(8) + data)
+            self._process.stdin.flush()
+            deadline = time.monotonic() + self.limits.seconds
+            answer = self._receive(int.from_bytes(self._receive(8, deadline)), deadline)
+        except TimeoutError:
+            self.close()
+            raise BadPdf("timeout", f"not read in {self.limits.seconds:g} s") from None
+        except (EOFError, OSError):
+            code = self._process.wait()
             self.close()
             raise BadPdf("crashed", f"the reading process ended with {code}") from None
-        if found[0] == "bad":
-            raise BadPdf(found[1], found[2])
-        return found[1]
+        found = json.loads(answer)
+        if "bad" in found:
+            raise BadPdf(*found["bad"])
+        return PdfText(**found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the text of a PDF.")
+    if sys.argv[1:2] == ["--serve"]:
+        return _serve(Limits(**json.loads(sys.argv[2])))
     parser.add_argument("file", type=Path)
     parser.add_argument("--pages", type=int, default=0)
     parser.add_argument("--report", action="store_true", help="print what was removed by rule instead")

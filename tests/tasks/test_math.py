@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks import documents, latex, math
+from tasks.math_score import score
 from tasks.records import Record, write_records
 from tasks.stage import run_stage_for_test
 from tests.tasks.pdf_fixtures import make_pdf, two_columns
@@ -83,9 +84,9 @@ LESSON_PAGE = [
 
 def test_score_orders_a_lesson_over_an_index_over_a_novel():
     listing = " ".join(f"$f_{{{i}}}$" + f" sympy.module.name{i}" for i in range(60))
-    lesson, index, novel = (math.score(t, 2000)[0] for t in (LESSON, listing, NOVEL))
+    lesson, index, novel = (score(t, 2000)[0] for t in (LESSON, listing, NOVEL))
     assert lesson > 0.7 and novel < 0.01 and novel < index < lesson
-    mean, best = math.score(LESSON[:1000] + NOVEL * 10, 1000)
+    mean, best = score(LESSON[:1000] + NOVEL * 10, 1000)
     assert best > 0.7 > 0.2 > mean
 
 
@@ -140,10 +141,16 @@ def test_stage_reads_files_and_pages(tmp_path):
     write_records(own, records)
     config = {"max_reject_share": 0.5}
     deps = {"data/acquire": real, "data/ingest": own}
-    for run in ("one", "two"):
-        run_stage_for_test(math, config, deps=deps, outs=["data/math"], tmp=tmp_path / run)
+    for run, workers in (("one", 1), ("two", 2)):
+        run_stage_for_test(math, config | {"workers": workers}, deps=deps, outs=["data/math"], tmp=tmp_path / run)
     out = tmp_path / "one/data/math"
-    assert (out / "manifest.json").read_text() == (tmp_path / "two/data/math/manifest.json").read_text()
+    for path in (
+        "documents/part-00000.parquet",
+        "exclusions/part-00000.parquet",
+        "rejects/part-00000.jsonl",
+        "audit/samples.json",
+    ):
+        assert (out / path).read_bytes() == (tmp_path / "two/data/math" / path).read_bytes(), path
     rows = list(documents.read_documents(out))
     kept = {Path(json.loads(r["meta"]).get("path") or r["url"] or r["source"]).name: r for r in rows}
     assert set(kept) == {"a.rst", "b.tex", "lesson", "a.html", "b.pdf"} and len(rows) == 5
