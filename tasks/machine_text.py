@@ -44,6 +44,7 @@ _PLACEHOLDER = frozenset(
     " officia deserunt mollit anim laborum quasi architecto beatae vitae dicta explicabo nemo ipsam quia voluptas aspernatur"
     " odit fugit consequuntur magni dolores eos ratione sequi nesciunt".split()
 )
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = (
     "compression self_prediction distinct_words repeated_2 repeated_3 repeated_5 hapax sentence_mean sentence_spread"
     " first_words overlap_next recurrence recurrence_far unbalanced comma quote dash digits capitals question stock"
@@ -215,13 +216,16 @@ class TemplateCounter:
             for w in _WORD.findall(text[: 10 * CHARS])
             if w.strip()
         ]
+        if len(words) < RUN:
+            return np.zeros(0, np.int64)
+        codes = {w: xxhash.xxh3_64_intdigest(w.encode("utf-8", "replace")) for w in set(words)}
+        code = np.fromiter((codes[w] for w in words), np.uint64, len(words))
         slots = np.cumsum([0] + [w in "#^" for w in words])
-        runs = {
-            xxhash.xxh3_64_intdigest(" ".join(words[i : i + RUN]).encode("utf-8", "replace")) & self._mask
-            for i in range(len(words) - RUN + 1)
-            if slots[i + RUN] - slots[i] <= RUN // 2
-        }
-        return np.array(sorted(runs), np.int64)
+        few = slots[RUN:] - slots[:-RUN] <= RUN // 2
+        runs = np.zeros(len(few), np.uint64)
+        for k in range(RUN):  # a polynomial of the words' hashes, modulo 2 ** 64
+            runs = runs * _FACTOR + code[k : k + len(few)]
+        return np.unique((runs[few] >> np.uint64(20)) & np.uint64(self._mask)).astype(np.int64)
 
     def add(self, texts: Iterable[str]) -> None:
         """Count documents; each counts once per run."""
