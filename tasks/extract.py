@@ -31,6 +31,7 @@ _NO_LANGUAGE = (
     "default none text plain plaintext nohighlight notranslate source code highlight block wrapper example".split()
 )
 _HLJS = re.compile(r"\bhljs\s+([a-z][\w+#]*)|^([a-z][\w+#]*)\s+hljs\b|\bsourceCode\s+([a-z][\w+#]*)")
+_LANG = re.compile(r'\blang="([^"]*)"')
 _GUTTER = re.compile(r"[\d\s]+")
 _CODE_SIGNS = re.compile(r"[{}();=<>\[\]\\$]")
 CODE_SIGN_SHARE = 0.04  # signs of code per character above which a <pre> without other cues is code
@@ -71,20 +72,20 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
         raise NotText("a binary format, not HTML")
     boms = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
     candidates = [name for mark, name in boms if body.startswith(mark)] or _without_mark(body)
-    try:
-        body.decode("utf-8")
-    except UnicodeDecodeError:
-        if not candidates and _nearly_utf8(body):
-            return body.decode("utf-8", "replace"), "utf-8"
-        candidates += [http_charset]
-    else:
-        candidates += ["utf-8"] if not body.isascii() else [http_charset]
-    declared = detect_encoding(body, from_html_meta=True)
-    detected = detect_encoding(body)
-    high = len(_HIGH.findall(body[:200_000]))
-    foreign = high > 20 and high > len(_LETTERS.findall(re.sub(rb"(?s)<[^>]*>", b"", body[:200_000])))
-    names = [_browser_name(name) for name in (*candidates, declared, detected, "utf-8", "windows-1252") if name]
-    if foreign:
+    if not candidates:
+        try:
+            text = body.decode("utf-8")
+        except UnicodeDecodeError:
+            if _nearly_utf8(body):
+                return body.decode("utf-8", "replace"), "utf-8"
+        else:
+            if "\x00" not in text and not (body.isascii() and (b"\x1b" in body or b"~{" in body)):  # ISO-2022, HZ
+                return text, "utf-8"
+    candidates += [http_charset, detect_encoding(body, from_html_meta=True), detect_encoding(body)]
+    names = [_browser_name(name) for name in (*candidates, "utf-8", "windows-1252") if name]
+    words = re.sub(rb"(?s)<[^>]*>", b"", body[:100_000])
+    high = len(_HIGH.findall(words))
+    if high > 20 and high > len(_LETTERS.findall(words)):
         names.sort(key=lambda name: name in _WESTERN)
     best, best_bad, best_name = "", 1.0, ""
     for name in dict.fromkeys(names):
@@ -147,11 +148,10 @@ def extract_page(body: bytes, http_charset: str = "") -> Extracted:
     if not _TAG.search(html):
         return Extracted(clean_text(html), "", "", charset)
     page, tree = segment(html)
-    root = tree.document.query_selector("html") if tree.document else None
-    lang = (root.getattr("lang") or "").lower() if root is not None else ""
+    lang = _LANG.search(_attributes(page, 1)) if len(page.elements) > 1 else None  # the html element, always the first
     title = " ".join((tree.title or "").split()).encode("utf-8", "ignore").decode("utf-8")
     text, code = render(page, choose(page))
-    return Extracted(text, title[:300], lang[:12], charset, code)
+    return Extracted(text, title[:300], lang[1].lower()[:12] if lang else "", charset, code)
 
 
 def choose(page: Blocks) -> np.ndarray:

@@ -18,6 +18,7 @@ from tasks.extract_scan import WORDS, fnv1a, hash_table, scan
 
 MODEL_PATH = Path(__file__).resolve().parents[1] / "conf" / "extraction.safetensors"
 STAGES = ("first", "second")
+HOPELESS = 0.03
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,12 @@ class BlockClassifier:
     def __call__(self, page: Blocks) -> np.ndarray:
         """float32[B]; deterministic, the same on every machine up to float rounding."""
         x, near = features(page, self.names, self.words)
+        p = self.first(x)
+        open_ = p >= HOPELESS  # the second trees are spared what the first are sure of
         width = x.shape[1] + len(extract_trees.SECOND)
-        return self.second(extract_trees.second(x, near, page.elements, page.blocks, self.first(x), width))
+        rows = extract_trees.second(x, near, page.elements, page.blocks, p, width)
+        p[open_] = self.second(rows[open_])
+        return p
 
 
 @lru_cache(1)
