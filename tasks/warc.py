@@ -149,10 +149,10 @@ def read_stream(
     """
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
-    mask = WarcRecordType.no_type | WarcRecordType.unknown  # as damaged headers look
-    for kind in types:
-        mask |= getattr(WarcRecordType, kind)
-    for record in ArchiveIterator(stream, record_types=mask, parse_http=False):
+    wanted = [getattr(WarcRecordType, kind) for kind in (*types, "unknown", "no_type")]
+    for record in ArchiveIterator(stream, record_types=WarcRecordType.any_type, parse_http=False):
+        if record.record_type not in wanted:  # those without a known type are damaged headers
+            continue
         yield replace(_page(record, name, max_bytes), offset=record.stream_pos)
 
 

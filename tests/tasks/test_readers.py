@@ -476,7 +476,8 @@ def test_http_errors_and_unknown_types_are_skipped_not_rejected(tmp_path):
 
 def test_damaged_record_types_and_what_lies_behind_an_end_mark_are_reported(tmp_path):
     data = warc(compress=False)
-    (tmp_path / "a.warc").write_bytes(data.replace(b"WARC-Type: response", b"WARC-Type: re5ponse", 1))
+    data = data.replace(b"WARC-Type: response", b"WARC-Type: re5ponse", 1)
+    (tmp_path / "a.warc").write_bytes(data.replace(b"WARC-Type: response", b"WARC-Tipe: response", 1))
     stream = arrow(tmp_path / "b.arrow")
     whole = stream.read_bytes()
     second = whole.index(b"\xff\xff\xff\xff", whole.index(TEXTS[2].encode()))
@@ -484,8 +485,8 @@ def test_damaged_record_types_and_what_lies_behind_an_end_mark_are_reported(tmp_
     sources = [{"name": "w", "type": "warc", "path": str(tmp_path / "a.warc")}]
     sources.append({"name": "h", "type": "hf", "path": str(tmp_path)})
     found = ingest_sources(tmp_path / "run", sources)
-    assert found.texts == PAGES[1:] + TEXTS[:3]
-    assert found.reasons == ["unknown_type", "corrupt_file"]
+    assert found.texts == PAGES[2:] + TEXTS[:3]
+    assert found.reasons == ["unknown_type", "unknown_type", "corrupt_file"]
 
 
 @pytest.mark.parametrize("seed", range(3))
