@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tasks import documents, latex, math
 from tasks.math_score import score
@@ -171,3 +172,34 @@ def test_stage_reads_files_and_pages(tmp_path):
     assert samples["carriers"] == {"mathml": 1, "katex": 1}
     assert samples["sources"]["mine"]["kept"] == 2 and samples["removed"]["too_short"][0]["text"] == "short"
     assert "Removed: few_formulas" in (out / "audit/samples.html").read_text()
+
+
+def test_units_that_are_done_are_not_read_again(tmp_path, monkeypatch):
+    from tasks.mapshuffle import LocalEngine
+
+    real, own = tmp_path / "real", tmp_path / "own"
+    (real / "files/it").mkdir(parents=True)
+    (real / "files/it/a.rst").write_text(LESSON)
+    row = {"item": "it", "version": "1", "path": "files/it/a.rst", "kind": "rst", "domain": "math", "licence": "MIT"}
+    row |= {"member": "a.rst", "use": "train", "bytes": len(LESSON), "sha256": "", "url": ""}
+    pq.write_table(pa.Table.from_pylist([row]), real / "index.parquet")
+    write_records(own, [Record("r0", "pdf", make_pdf([LESSON_PAGE]), path="b.pdf", source="mine")])
+    given = {"deps": {"data/acquire": real, "data/ingest": own}, "outs": ["data/math"], "tmp": tmp_path}
+    write = documents.write_documents
+
+    def killed(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(documents, "write_documents", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage_for_test(math, {"workers": 1}, **given)
+
+    class Idle(LocalEngine):
+        def _run(self, tasks):
+            assert not list(tasks)
+            return iter(())
+
+    monkeypatch.setattr(documents, "write_documents", write)
+    monkeypatch.setattr(math, "open_engine", lambda config: Idle(config.workers))
+    run_stage_for_test(math, {"workers": 1}, **given)
+    assert len(list(documents.read_documents(tmp_path / "data/math"))) == 2
