@@ -241,9 +241,10 @@ class Aligner:
                 result = replace(result, meta=meta)
             if result.path and not evidence.fits(i, result.path):
                 report.note(report.found, "path_against_content", result)
-                detail = f"the content reads as {evidence.language(i)} and does not name {result.path!r}"
-                self._drop(result, "path_against_content", detail)
-                continue
+                if j < 0:  # no hash vouches for the row; with one, a strange extension is the repository's own doing
+                    detail = f"the content reads as {evidence.language(i)} and does not name {result.path!r}"
+                    self._drop(result, "path_against_content", detail)
+                    continue
             key = (hashes[i]["sha1_git"], result.path, repository(result))
             if key in self._seen:
                 report.note(report.found, "duplicated_row", result)

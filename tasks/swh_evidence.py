@@ -19,7 +19,8 @@ FOLLOW_BONUS = 0.25  # metadata follows its hash unless the evidence says otherw
 SWITCH_PENALTY = 6.0  # of a change of offset between neighbouring rows
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 UNUSUAL = 0.1  # share of an extension's rows
-_HEAD = 20_000
+_HEAD = 20_000  # bytes looked at for names
+_LANGUAGE_HEAD = 8_000  # bytes looked at for the language
 _COMMON = frozenset(
     "index main init __init__ test tests utils util mod lib setup readme license types base common".split()
 )
@@ -60,7 +61,7 @@ class Evidence:
     def language(self, i: int) -> str:
         """Language of content i by its text alone, "" when it does not say."""
         if self._languages[i] is None:
-            text = (self._contents[i] or b"")[:_HEAD].decode("utf-8", "replace")
+            text = (self._contents[i] or b"")[:_LANGUAGE_HEAD].decode("utf-8", "replace")
             found = code_lang.detect("", text)[0] if text else ""
             self._languages[i] = "" if found in code_lang.DATA_KINDS else found
         return self._languages[i]

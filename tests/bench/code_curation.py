@@ -3,7 +3,7 @@
     python -m tests.bench.code_curation            # needs data/acquire (python -m tasks acquire)
     python -m tests.bench.code_curation --part align
 
-Alignment: an export made of the default corpus's source files with planted faults, three seeds. Licences: the licence files
+Alignment: an export made of the default corpus's source files with planted faults, two seeds. Licences: the licence files
 of every installed distribution against its License-Expression. Secrets: planted ones found whole, and alarms on the corpus's
 own files per type, addresses aside. Quality: what training reported, with each project left out (conf/code_quality.json).
 """
@@ -24,6 +24,8 @@ from tasks.code_text import decode, is_training_file
 from tasks.params import ROOT
 from tasks.texts import read_index
 from tests.tasks.swh_export import clean_rows, measure, plant
+
+SEEDS = (1, 2)
 
 
 def corpus() -> Iterator[tuple[dict, str, str]]:
@@ -48,7 +50,7 @@ def align() -> None:
     rows = clean_rows(files)
     total: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     start = time.process_time()
-    for seed in (1, 2, 3):
+    for seed in SEEDS:
         result = measure(plant(rows, seed))
         for kind, (right, planted) in result["recall"].items():
             total[kind][0] += right
@@ -57,7 +59,9 @@ def align() -> None:
             total[kind][0] += result[kind][0]
             total[kind][1] += result[kind][1]
     seconds = time.process_time() - start
-    print(f"alignment: {len(rows)} rows, 3 seeds, {3 * len(rows) / seconds:.0f} rows per CPU second")
+    print(
+        f"alignment: {len(rows)} rows, {len(SEEDS)} seeds, {len(SEEDS) * len(rows) / seconds:.0f} rows per CPU second"
+    )
     for kind, (right, planted) in sorted(total.items()):
         print(f"  {kind:<22} {right:>5} of {planted:>5}  {right / max(1, planted):.3f}")
 
