@@ -1,13 +1,15 @@
-"""Which programming language a source file is in: name, extension, shebang, and content where the extension is shared.
+"""Which programming language a source file is in: name, extension and shebang first, content where they say little or err.
 
 Names are Linguist's in lower case, except a few dialects it splits further (visual basic) or has renamed (coq).
-Nothing here reads files; `python -m tasks code` calls `detect` on each.
+Nothing here reads files; `python -m tasks code` calls `detect` on each. Content alone: tasks/code_lang_model.py.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
+
+from tasks import code_lang_model, code_lang_syntax
 
 # language -> extensions. An extension that several languages use stands in `_SHARED` and is settled by content.
 _EXTENSIONS = {
@@ -304,10 +306,10 @@ def label_from_path(path: str) -> str:
     return parts[parts.index("examplefiles") + 1] if "examplefiles" in parts[:-2] else ""
 
 
-def detect(path: str, text: str) -> tuple[str, str]:
-    """(language, how it was decided) of a file; "data" and "prose" are answers too, ("", "unknown") is none.
+def label_by_name(path: str, text: str) -> tuple[str, str]:
+    """(language, how it was decided) by name and rules; "data" and "prose" are answers too, ("", "unknown") is none.
 
-    Order: whole file name, shebang, mode line, extension (content decides among its languages), content, folder label.
+    Order: whole file name, shebang, mode line, extension (content decides among its languages), folder label, content rules.
     """
     name = PurePosixPath(path).name.lower()
     extension = name.rpartition(".")[2] if "." in name.lstrip(".") else ""
@@ -330,3 +332,70 @@ def detect(path: str, text: str) -> tuple[str, str]:
         if pattern.search(text[:20_000]):
             return lang, "content"
     return "", "unknown"
+
+
+# Languages whose files may hold each other's text, or that one parser reads: no mis-naming is concluded between them.
+_RELATIVES = [
+    frozenset(names.split("|"))
+    for names in (
+        "c|c++|objective-c|objective-c++|cuda|glsl|hlsl|swig|arduino|lex|yacc|d|rescript|reason|cython|vala",
+        "javascript|typescript|vue|html|php|xml|css|scss|less|sass|xslt|java|json|coffeescript|livescript|qml|groovy|kotlin|dart|haxe"
+        "|actionscript|c#|apex|pawn|processing|swift|scala|boo|nemerle",
+        "verilog|systemverilog|vhdl", "scheme|racket|common lisp|emacs lisp|newlisp|clojure|fennel|dylan|logtalk|prolog",
+        "shell|batchfile|fish|makefile|template|dockerfile|awk|sed|perl|raku|ruby|crystal|tcl|powershell|automake|cmake|meson",
+        "python|cython|starlark|boo|nim|sage|gdscript", "haskell|idris|agda|elm|purescript|ocaml|f#|standard ml|coq|lean|reason",
+        "matlab|octave|mathematica|mercury|r|julia|gap|maxima|maple", "pascal|modula-2|ada|delphi|eiffel",
+        "sql|plsql|tsql|openedge abl", "visual basic|blitzbasic|autoit|vbscript|asp", "fortran|cobol|basic|assembly",
+    )
+]  # fmt: skip
+_KINDS = {name: "data" for name in ("json", "yaml", "toml", "xml", "ini", "csv", "gettext catalog", "diff", "hcl")}
+_KINDS |= {name: "prose" for name in ("markdown", "restructuredtext", "tex")}
+_SURE = 0.8  # content alone
+_VETO, _VETO_MARKED = 0.98, 0.8  # probability of another language, and with its syntax found as well
+_VETO_CHARS, _EXAMINED = 400, 2000
+
+
+def identify(text: str) -> tuple[str, float]:
+    """(language, probability) by content alone, formats such as `json` and `markdown` included; ("", 0.0) for none.
+
+    A shebang or syntax that one language has alone decides; else the content classifier does, parting close relatives by
+    their syntax. Binary data and text without a known token give none; a low probability says how unsure the answer is.
+    """
+    found, score = code_lang_model.shipped().identify(text)
+    if not found:
+        return found, score
+    language = shebang_language(text) or code_lang_syntax.distinctive(text)
+    return (language, max(score, 0.95)) if language else (code_lang_syntax.relative(found, text), score)
+
+
+def detect(path: str, text: str) -> tuple[str, str]:
+    """(language, how it was decided) of a file; "data" and "prose" are answers too, ("", "unknown") is none.
+
+    The name decides (label_by_name) unless the content clearly is in another, unrelated language: a mis-named file. Where
+    the name says nothing the content classifier does, if it is sure, and rules for frequent languages otherwise.
+    """
+    language, how = label_by_name(path, text)
+    if how.startswith("extension") and len(text) >= _VETO_CHARS:
+        return _veto(language, how, text)
+    if how in ("content", "unknown") and text.strip():
+        found, score = identify(text)
+        if score >= _SURE and found != "text":
+            return _KINDS.get(found, found), "content"
+    return language, how
+
+
+def _veto(language: str, how: str, text: str) -> tuple[str, str]:
+    """The language of the extension, or the content's where that is another for certain."""
+    model = code_lang_model.shipped()
+    if language not in model.languages:
+        return language, how
+    p = model.probabilities(text[:_EXAMINED])
+    best = int(p.argmax())
+    found = model.languages[best]
+    if found in ("text", *_KINDS) or p[model.languages.index(language)] > 0.005:
+        return language, how
+    if p[best] < _VETO and (p[best] < _VETO_MARKED or code_lang_syntax.distinctive(text) != found):
+        return language, how
+    if any(language in group and found in group for group in _RELATIVES):
+        return language, how
+    return found, "content against extension"

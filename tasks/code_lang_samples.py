@@ -1,0 +1,144 @@
+"""Labelled source files out of packages, to train and test the content classifier of programming languages.
+
+A file's label is its folder in a labelled collection (Pygments' examplefiles, Prism's language tests), else what
+tasks/code_lang.py makes of its name, data and mark-up languages told apart (`json`, `toml`, `markdown`, ...). Test material
+is held out by package: no package gives files to both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from tasks import archives, code_lang
+
+MAX_CHARS = 16_000
+_MIN_CHARS = 24
+_PER_PACKAGE = 120  # files of one language out of one package, drawn by hash
+# Formats that tasks/code_lang.py calls data or prose.
+FORMATS = {
+    "json": "json", "yaml": "yaml yml", "toml": "toml", "xml": "xml xsd svg rdf xsl xslt plist",
+    "ini": "ini cfg editorconfig desktop", "markdown": "md markdown", "restructuredtext": "rst",
+    "tex": "tex sty cls ltx", "csv": "csv tsv", "diff": "diff patch", "hcl": "hcl tf tfvars",
+    "gettext catalog": "po pot", "text": "txt",
+}  # fmt: skip
+_BY_FORMAT = {extension: name for name, extensions in FORMATS.items() for extension in extensions.split()}
+_NAMES = {
+    "pipfile": "toml", "cargo.lock": "toml", "poetry.lock": "toml", "dockerfile": "dockerfile", "setup.cfg": "ini",
+    "tox.ini": "ini", ".gitconfig": "ini", "package.json": "json", "license": "text", "copying": "text",
+    "readme": "text", "changelog": "text", "authors": "text", "install": "text", "news": "text",
+}  # fmt: skip
+_EXTRA = {
+    "f": "fortran", "v": "", "m": "", "pp": "puppet", "vh": "verilog", "sv": "verilog", "svh": "verilog", "cu": "",
+    "s": "assembly", "cls": "", "in": "", "am": "makefile", "pro": "", "t": "", "i": "", "inc": "", "def": "",
+    "r": "r", "rd": "",
+}  # fmt: skip
+# Collections' own names -> ours.
+_FOLDERS = {
+    "common_lisp": "common lisp", "viml": "vim script", "vb": "visual basic", "objective_c": "objective-c",
+    "bash": "shell", "sh": "shell", "zsh": "shell", "batch": "batchfile", "cpp": "c++", "csharp": "c#",
+    "fsharp": "f#", "objectivec": "objective-c", "objective-c": "objective-c", "js": "javascript",
+    "ts": "typescript", "markup": "html", "docker": "dockerfile", "make": "makefile", "nasm": "assembly",
+    "gas": "assembly", "ca65asm": "assembly", "asm6502": "assembly", "armasm": "assembly",
+    "protobuf": "protocol buffer", "lisp": "emacs lisp", "emacs-lisp": "emacs lisp", "common-lisp": "common lisp",
+    "rest": "restructuredtext", "rst": "restructuredtext", "latex": "tex", "octave": "matlab",
+    "visual-basic": "visual basic", "vb.net": "visual basic", "vim": "vim script", "coffee-script": "coffeescript",
+    "pwsh": "powershell", "postgres": "sql", "mysql": "sql", "delphi": "pascal", "systemverilog": "verilog",
+    "fortranfixed": "fortran", "splus": "r", "md": "markdown", "terraform": "hcl", "python3": "python",
+    "emacs": "emacs lisp", "elisp": "emacs lisp",
+}  # fmt: skip
+
+
+class Sample(NamedTuple):
+    language: str
+    package: str
+    path: str
+    text: str
+
+
+def label(path: str, text: str, languages: frozenset[str]) -> str:
+    """Language of a file by its place and name, "" when they don't settle it."""
+    pure = PurePosixPath(path)
+    parts, name = pure.parts, pure.name.lower()
+    for mark in ("examplefiles", "tests/languages", "tests/snippets"):
+        found = re.search(rf"(?:^|/){mark}/([^/]+)/", path)
+        if found:
+            folder = found[1].lower()
+            folder = _FOLDERS.get(folder, folder)
+            return folder if folder in languages and not name.endswith((".output", ".md")) else ""
+    if "visual/samples/" in path:  # Rouge's: the file is named after its language
+        language = _FOLDERS.get(name, name.replace("_", " "))
+        return language if language in languages else ""
+    if name in _NAMES or name.startswith("dockerfile"):
+        return _NAMES.get(name, "dockerfile")
+    extension = name.rpartition(".")[2] if "." in name.lstrip(".") else ""
+    if extension in _BY_FORMAT and extension != "cls":
+        return _BY_FORMAT[extension]
+    if extension in _EXTRA and _EXTRA[extension]:
+        return _EXTRA[extension]
+    language, how = code_lang.label_by_name(path, text)
+    if how in ("folder label", "content", "unknown") or parts[0] == "debian":
+        return ""
+    return _FOLDERS.get(language, language)
+
+
+def snippet(path: str, text: str) -> str:
+    """The code of a sample file: Prism's tests carry expected tokens after a rule, Pygments' after a heading."""
+    if path.endswith(".test") and "tests/languages/" in path:
+        return re.split(r"^-{20,}$", text, maxsplit=1, flags=re.M)[0]
+    if "tests/snippets/" in path:
+        return text.partition("---input---")[2].partition("---tokens---")[0]
+    return text
+
+
+def _usable(text: str) -> bool:
+    """Neither too short nor minified, generated in one line or binary."""
+    lines = text.splitlines() or [""]
+    return len(text.strip()) >= _MIN_CHARS and max(map(len, lines[:50])) < 2000 and text.count("\ufffd") < 3
+
+
+def read_packages(
+    paths: Iterable[Path], languages: frozenset[str], per_package: int = _PER_PACKAGE
+) -> Iterator[Sample]:
+    """Samples of archives (or of folders, one package each); at most `per_package` of a language out of each, no repeats."""
+    seen: set[bytes] = set()
+    for path in sorted(paths, key=lambda p: p.name):
+        package = re.split(r"[_-]v?\d", path.name.removesuffix(".tar"))[0].lower()
+        found: dict[str, list[Sample]] = defaultdict(list)
+        for name, data in _files(path):
+            text = snippet(name, data[: 4 * MAX_CHARS].decode("utf-8", "replace").replace("\r\n", "\n"))[:MAX_CHARS]
+            language = label(name, text, languages) if _usable(text) else ""
+            digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+            if language in languages and digest not in seen:
+                seen.add(digest)
+                found[language].append(Sample(language, package, name, text))
+        for language in sorted(found):
+            samples = sorted(found[language], key=lambda s: hashlib.sha256(s.path.encode()).digest())
+            yield from samples[: per_package * (6 if len(found) > 40 else 1)]
+
+
+def _files(path: Path) -> Iterator[tuple[str, bytes]]:
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and not file.is_symlink() and file.stat().st_size < 400_000:
+                yield file.relative_to(path).as_posix(), file.read_bytes()
+        return
+    limits = archives.Limits(member_bytes=400_000)
+    for member in archives.read_archive(path, limits=limits):
+        if member.data is not None:
+            yield member.path, member.data
+
+
+def crops(sample: Sample, count: int, seed: int) -> Iterator[str]:
+    """`count` random windows of 3 to 40 lines of a sample: what a small file or a snippet looks like."""
+    rng = random.Random(f"{seed} {sample.package} {sample.path}")
+    lines = sample.text.splitlines(keepends=True)
+    for _ in range(count):
+        size = min(len(lines), rng.randint(3, 40))
+        start = rng.randint(0, len(lines) - size)
+        yield "".join(lines[start : start + size])

@@ -1,0 +1,112 @@
+"""Natural and programming language identification beside pycld2, lid.176, magika: accuracy per set, items per CPU second.
+
+    python -m tests.bench.identification                       # lingua sentences; 45 snippets of tests/tasks/test_code_lang.py
+    python -m tests.bench.identification --code FOLDER...      # held-out packages among archives (tasks/code_lang_fit.py)
+
+Natural: macro accuracy over the 75 languages of ../shared/gold/lingua-lid and over 16 large ones, with bs/hr/sr, ms/id and
+nb/nn/no merged. Code: file names hidden; magika's macro is also given over the languages that it has.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tasks import code_lang, code_lang_fit, langid_rules
+from tasks.code_lang_samples import Sample, read_packages
+from tasks.langid import LanguageIdentifier
+from tests.tasks.test_code_lang import SNIPPETS
+from tests.tasks.test_langid import GOLD, LARGEST, MODEL
+
+# magika's labels -> ours
+MAGIKA = {
+    "asm": "assembly", "batch": "batchfile", "cs": "c#", "cpp": "c++", "hpp": "c++", "h": "c", "lisp": "common lisp",
+    "objectivec": "objective-c", "proto": "protocol buffer", "rst": "restructuredtext", "latex": "tex", "txt": "text",
+    "txtutf8": "text", "vba": "visual basic", "gradle": "groovy", "gemspec": "ruby", "gemfile": "ruby", "svg": "xml",
+    "zsh": "shell", "tsx": "typescript", "jsx": "javascript", "csproj": "xml", "rdf": "xml", "jsonl": "json", "ipynb": "json",
+    "po": "gettext catalog",
+}  # fmt: skip
+
+
+def timed(function: Callable[[str], str], texts: Sequence[str]) -> tuple[list[str], float]:
+    """(answers, texts per CPU second)."""
+    start = time.process_time()
+    answers = [function(text) for text in texts]
+    return answers, len(texts) / (time.process_time() - start)
+
+
+def macro(truth: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    right: dict[str, list[bool]] = defaultdict(list)
+    for want, got in zip(truth, answers):
+        right[want].append(want == got)
+    return {label: sum(hits) / len(hits) for label, hits in right.items()}
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def natural() -> None:
+    import pycld2
+
+    if not GOLD.is_dir() or not MODEL.is_file():
+        print("natural languages: skipped, ../shared/gold/lingua-lid or data/acquire/models/lid.176.ftz is absent")
+        return
+    kin = {path.stem: langid_rules.group(langid_rules.normalize(path.stem)) for path in sorted(GOLD.glob("*.txt"))}
+    pairs = [(stem, s) for stem in kin for s in (GOLD / f"{stem}.txt").read_text("utf-8").splitlines() if s.strip()]
+    ours = LanguageIdentifier(MODEL)
+    contestants = {
+        "arcline": lambda s: ours.identify(s)[0],
+        "pycld2": lambda s: pycld2.detect(s.encode(), bestEffort=True)[2][0][1],
+        "lid.176": lambda s: (ours.lid_votes(" ".join(s.split())) or [("", 0)])[0][0],
+    }
+    print(f"natural languages, {len(pairs)} sentences   75 languages   16 largest   unknown   sentences/CPU s")
+    for name, identify in contestants.items():
+        found, rate = timed(identify, [s for _, s in pairs])
+        groups = [langid_rules.group(langid_rules.normalize(code)) for code in found]
+        right: dict[str, list[bool]] = defaultdict(list)
+        for (stem, _), got in zip(pairs, groups):
+            right[stem].append(got == kin[stem])
+        by_language = {stem: mean(hits) for stem, hits in right.items()}
+        all75, top = mean(list(by_language.values())), mean([by_language[code] for code in LARGEST])
+        print(f"{name:36} {all75:12.4f} {top:12.4f} {found.count('') + found.count('un'):9} {rate:14.0f}")
+
+
+def programming(name: str, samples: Sequence[Sample]) -> None:
+    truth, texts = [s.language for s in samples], [s.text for s in samples]
+    print(f"programming languages by content, {name}: {len(samples)} files, {len(set(truth))} languages")
+    answers, rate = timed(lambda text: code_lang.identify(text)[0], texts)
+    ours = macro(truth, answers)
+    weak = {lang: round(share, 2) for lang, share in sorted(ours.items(), key=lambda item: item[1]) if share < 0.85}
+    print(f"  arcline  macro {mean(list(ours.values())):.4f}   {rate:7.0f} files/CPU s   below .85: {weak}")
+    try:
+        from magika import Magika
+    except ImportError:
+        print("  magika   skipped: not installed (pip install --no-deps magika; it needs onnxruntime)")
+        return
+    magika = Magika()
+    answers, rate = timed(lambda text: str(magika.identify_bytes(text.encode()).output.label), texts)
+    theirs = macro(truth, [MAGIKA.get(label, label) for label in answers])
+    known = [lang for lang, share in theirs.items() if share > 0]
+    print(
+        f"  magika   macro {mean(list(theirs.values())):.4f}   {rate:7.0f} files/CPU s   over its {len(known)} languages"
+        f" {mean([theirs[lang] for lang in known]):.4f}, arcline there {mean([ours[lang] for lang in known]):.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--code", nargs="*", type=Path, default=[], help="folders of package archives")
+    args = parser.parse_args()
+    natural()
+    programming("snippets of the tests", [Sample(lang, "tests", lang, text) for lang, text in SNIPPETS.items()])
+    paths = [path for folder in args.code for path in sorted(folder.iterdir())]
+    if paths:
+        samples = read_packages(paths, frozenset(code_lang_fit.LANGUAGES))
+        held_out = code_lang_fit.balance((s for s in samples if code_lang_fit.held_out(s.package)), 40)
+        programming("held-out packages", held_out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Programming languages by content: snippets in 40 languages, mis-named files, non-code; the trainer on a small corpus."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tasks import code_lang, code_lang_fit, code_lang_model, code_lang_samples
+from tasks.code_lang_model import CodeLanguageModel
+from tasks.code_lang_samples import Sample
+
+_PARTS = re.split(r"^=== (.+)\n", (Path(__file__).parent / "code_snippets.txt").read_text("utf-8"), flags=re.M)
+SNIPPETS = dict(zip(_PARTS[1::2], _PARTS[2::2]))
+
+
+def test_snippets_are_named_by_content_alone():
+    wrong = {want: code_lang.identify(text) for want, text in SNIPPETS.items() if code_lang.identify(text)[0] != want}
+    assert len(SNIPPETS) >= 40 and len(wrong) <= 0.1 * len(SNIPPETS), wrong
+
+
+@pytest.mark.parametrize("text", ["", "   \n\n", "\0\0\0\x01\x02ELF\0", "\ufffd" * 40])
+def test_no_language_in_nothing_and_in_binary_data(text):
+    assert code_lang.identify(text) == ("", 0.0)
+
+
+def test_prose_and_plain_numbers_are_no_programming_language():
+    prose = "The committee met on Tuesday and agreed on nothing. It will meet again when the weather is better.\n" * 3
+    assert code_lang.identify(prose)[0] in ("text", "markdown", "restructuredtext")
+    assert code_lang.detect("notes.unseen", prose) == ("", "unknown")
+
+
+def test_content_vetoes_a_wrong_extension_and_only_a_clearly_wrong_one():
+    haskell, python = SNIPPETS["haskell"] * 6, SNIPPETS["python"] * 6
+    assert code_lang.detect("a/Main.hs", haskell) == ("haskell", "extension")
+    assert code_lang.detect("a/main.php", haskell) == ("haskell", "content against extension")
+    assert code_lang.detect("a/main.swift", SNIPPETS["erlang"] * 6) == ("erlang", "content against extension")
+    assert code_lang.detect("a/main.swift", python[:60]) == ("swift", "extension")  # too little to judge
+    assert code_lang.detect("a/main.agda", haskell)[0] == "agda"  # the model has no Agda: nothing to compare
+    assert code_lang.detect("a.js", SNIPPETS["typescript"] * 6)[0] == "javascript"  # relatives: the name decides
+    assert code_lang.detect("a/main.unseen", python) == ("python", "content")
+    assert code_lang.detect("a/data.unseen", SNIPPETS["json"] * 4) == ("data", "content")
+
+
+def test_tokens_and_features():
+    assert code_lang_model.tokens("if (a1 >= 0x1F) {\n\t\tFooBar.x_y();") == [
+        "\n", "if", "(", "a1", ">=", "0x1F", ")", "{", "\n ", "FooBar", ".x_y", "();",
+    ]  # fmt: skip
+    assert [code_lang_model.shape(t) for t in ("0x1F", "foo", "FooBar", "fooBar", "x_y", "MAX_LEN", "OK", "$name", "=>")] == [
+        "0", "a", "Aa", "aA", "a_a", "A_A", "A", "$a", "=>",
+    ]  # fmt: skip
+    counts = code_lang_model.features("if x\nif yy", frozenset({"if", "\n"}))
+    assert counts == {"\n": 2, "if": 2, "a": 2, "\n\x1fif": 2, "if\x1fa": 2, "a\x1f\n": 1}
+
+
+def samples():
+    out = []
+    for package in ("one-1.0", "two-2.0", "three-1"):
+        for i in range(6):
+            out.append(
+                Sample("python", package, f"p{i}.py", f"def f{i}(x):\n    return x + {i}\n\nprint(f{i}(2))\n" * 3)
+            )
+            out.append(
+                Sample("c", package, f"c{i}.c", f"#include <stdio.h>\nint f{i}(int x) {{\n  return x + {i};\n}}\n" * 3)
+            )
+    return out
+
+
+def test_the_trainer_learns_and_repeats_itself(tmp_path):
+    for name in ("a", "b"):
+        code_lang_fit.fit(samples(), tmp_path / name, (50, 80, 4))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    model = CodeLanguageModel(tmp_path / "a")
+    report = code_lang_fit.evaluate(model.identify, samples())
+    assert {language: share for language, (_, share, _) in report.items()} == {"c": 1.0, "python": 1.0}
+    assert model.identify("\0binary") == ("", 0.0) and model.probabilities("€").sum() == 0
+
+
+def test_damaged_models_are_named(tmp_path):
+    (tmp_path / "x").write_bytes(b"no model")
+    save_file({"out": np.zeros(3)}, tmp_path / "y", {"languages": json.dumps(["c"])})
+    for name in ("x", "y", "absent"):
+        with pytest.raises(ValueError, match=f"{name}: not a code language model"):
+            CodeLanguageModel(tmp_path / name)
+
+
+def test_samples_are_read_labelled_and_drawn_from_packages(tmp_path):
+    package = tmp_path / "shop-1.2"
+    files = {
+        "src/a.py": SNIPPETS["python"], "src/copy.py": SNIPPETS["python"], "Cargo.toml": SNIPPETS["toml"],
+        "x.unseen": SNIPPETS["go"],
+        "tests/languages/bash/a.test": "echo hello brave world $HOME\n" + "-" * 40 + '\n[["x"]]\n', "b.py": "x\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    found = list(code_lang_samples.read_packages([package], frozenset({"python", "toml", "go", "shell"})))
+    assert [(s.language, s.package) for s in found] == [("python", "shop"), ("shell", "shop"), ("toml", "shop")]
+    assert found[1].text == "echo hello brave world $HOME\n"
+    cuts = list(code_lang_samples.crops(found[0], 5, seed=1))
+    assert cuts == list(code_lang_samples.crops(found[0], 5, seed=1)) and all(c in found[0].text for c in cuts)
