@@ -198,6 +198,8 @@ def main() -> None:
     for source in sorted({e.source for e in examples}):
         rows = [e for e in examples if e.source == source]
         print(f"  {source:24} {'good' if rows[0].good else 'bad':4} {len(rows):5} passages")
+    if min(len({e.source.partition("/")[0] for e in examples if e.good is side}) for side in (True, False)) < 2:
+        raise SystemExit(f"{args.acquired} has too few sources to leave one out: two good and two bad ones are needed")
     gold = None
     if GOLD.is_file():
         found = [json.loads(line) for line in GOLD.read_text().splitlines()]
