@@ -47,6 +47,22 @@ _MARKS = _compile(
     ("glsl", r"^[ \t]*#version \d{3}\b"),
     ("zig", r"^[ \t]*(pub )?const \w+ = @import\(\""),
     ("prolog", r"^:- (module|use_module|dynamic|initialization)\("),
+    (
+        "scala",
+        r"^[ \t]*(case (class|object) [A-Z]|implicit (def|val|class) |import scala\.|sealed trait [A-Z])",
+    ),
+    (
+        "kotlin",
+        r"^[ \t]*((override |private |internal |suspend |inline |public )*fun (<[^>\n]{1,40}> )?[\w.]{1,60}\(|data class [A-Z]|companion object)",
+    ),
+    (
+        "swift",
+        r"^import (UIKit|SwiftUI|XCTest|Combine)$|^[ \t]*guard (let|var|!|\w+ )[^\n]{1,100} else \{|^[ \t]*(@objc|fileprivate) ",
+    ),
+    (
+        "sql",
+        r"(?i)^(create (or replace )?(table|view|index|function|procedure|database|unique index)|insert into \w|alter table) ",
+    ),
     ("puppet", r"^(class|define) [a-z][\w:]*\s*(\(\s*$|\{\s*$|inherits )"),
     ("powershell", r"(?i)^[ \t]*(param\s*\(\s*$|function [A-Z]\w+-\w+\b)|\[CmdletBinding\("),
 )

@@ -56,9 +56,16 @@ def natural() -> None:
     kin = {path.stem: langid_rules.group(langid_rules.normalize(path.stem)) for path in sorted(GOLD.glob("*.txt"))}
     pairs = [(stem, s) for stem in kin for s in (GOLD / f"{stem}.txt").read_text("utf-8").splitlines() if s.strip()]
     ours = LanguageIdentifier(MODEL)
+
+    def cld2(sentence: str) -> str:
+        try:
+            return pycld2.detect(sentence.encode(), bestEffort=True)[2][0][1]
+        except pycld2.error:  # it refuses control characters
+            return ""
+
     contestants = {
         "arcline": lambda s: ours.identify(s)[0],
-        "pycld2": lambda s: pycld2.detect(s.encode(), bestEffort=True)[2][0][1],
+        "pycld2": cld2,
         "lid.176": lambda s: (ours.lid_votes(" ".join(s.split())) or [("", 0)])[0][0],
     }
     print(f"natural languages, {len(pairs)} sentences   75 languages   16 largest   unknown   sentences/CPU s")
