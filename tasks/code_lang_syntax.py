@@ -53,7 +53,8 @@ _MARKS = _compile(
     ),
     (
         "kotlin",
-        r"^[ \t]*((override |private |internal |suspend |inline |public )*fun (<[^>\n]{1,40}> )?[\w.]{1,60}\(|data class [A-Z]|companion object)",
+        r"^[ \t]*((override |private |internal |suspend |inline |public )*fun (<[^>\n]{1,40}> )?[\w.]{1,60}\("
+        r"|data class [A-Z]|companion object)",
     ),
     (
         "swift",
