@@ -15,6 +15,7 @@ import random
 import re
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -267,8 +268,9 @@ def main() -> None:
     args = parser.parse_args()
     if not EMBEDDER.is_dir() or not (ROOT / "data/web/documents").is_dir():
         raise SystemExit("needs data/acquire with its models, and data/web: dvc repro web math")
-    if data.gensim_folder() is None:
-        print("gensim is not installed: its articles and news are left out")
+    carriers = ("gensim", "faker", "mimesis", "lorem_text", "essential_generators", "markovify")
+    if missing := [name for name in carriers if find_spec(name) is None]:
+        print(f"not installed, and their texts left out: {', '.join(missing)}")
     for name in args.parts or parts:
         if name == "train-machine-text":
             train_machine_text()
