@@ -30,6 +30,7 @@ stop:
 	@if [ -x $(PY) ]; then $(PY) -m flows.services down; fi
 
 bench: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps -r requirements-bench.lock
 	@$(PY) -m pytest --color=no -m bench -s tests/bench
 
 profile: setup

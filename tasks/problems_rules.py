@@ -87,7 +87,11 @@ class Rules:
         category = rng.choice(sorted(BANKS))
         count = rng.randint(2, self.max_count)
         keyword = rng.choice(BANKS[category]) if rng.random() < self.keyword_share else ""
-        upper, end, separator = rng.random() < self.upper_share, rng.choice(sorted(ENDS)), rng.choice(sorted(SEPARATORS))
+        upper, end, separator = (
+            rng.random() < self.upper_share,
+            rng.choice(sorted(ENDS)),
+            rng.choice(sorted(SEPARATORS)),
+        )
         instruction = Instruction(category, count, keyword, upper, end, separator)
         items = rng.sample([word for word in BANKS[category] if word != keyword], count - bool(keyword))
         if keyword:

@@ -115,7 +115,11 @@ def test_replay_keeps_the_text_it_replays(made, tmp_path):
         for i in range(24):
             ids = np.tile(rng.integers(20, 40, 4), 12).tolist()
             writer.add("val" if i % 6 == 0 else "train", "web", ids, 2 * len(ids))
-    deps = {"data/sft_data": tmp / "one/data/sft_data", "data/dsa_adapt": start, "data/pack/midtrain": tmp_path / "pack"}
+    deps = {
+        "data/sft_data": tmp / "one/data/sft_data",
+        "data/dsa_adapt": start,
+        "data/pack/midtrain": tmp_path / "pack",
+    }
     losses = {}
     for rows in (0, 2):
         config = {
