@@ -54,10 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     planning = argv[:1] == ["plan"]
     args = parser.parse_args(argv[:1] if planning else argv)
-    from tasks import params, plan, spec, stage
+    from tasks import params, spec, stage
 
     try:
         if planning:
+            from tasks import plan
+
             return plan.main(argv[1:])
         if args.list:
             for one in spec.load_specs().values():
