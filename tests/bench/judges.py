@@ -264,7 +264,7 @@ def main() -> None:
         "semdedup": lambda: semdedup_figures(StaticEmbedder(EMBEDDER)),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*parts, "train-machine-text"], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*parts, "train-machine-text"])
     args = parser.parse_args()
     if not EMBEDDER.is_dir() or not (ROOT / "data/web/documents").is_dir():
         raise SystemExit("needs data/acquire with its models, and data/web: dvc repro web math")
