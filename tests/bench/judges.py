@@ -264,8 +264,12 @@ def main() -> None:
         "semdedup": lambda: semdedup_figures(StaticEmbedder(EMBEDDER)),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*parts, "train-machine-text"])
+    parser.add_argument(
+        "parts", nargs="*", help=", ".join([*parts, "train-machine-text"]) + "; all but the last when none"
+    )
     args = parser.parse_args()
+    if unknown := set(args.parts) - {*parts, "train-machine-text"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if not EMBEDDER.is_dir() or not (ROOT / "data/web/documents").is_dir():
         raise SystemExit("needs data/acquire with its models, and data/web: dvc repro web math")
     carriers = ("gensim", "faker", "mimesis", "lorem_text", "essential_generators", "markovify")
