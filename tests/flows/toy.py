@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,11 @@ def run(stage):
 '''
 
 
+def heed_interrupts() -> None:
+    """A shell's background jobs ignore SIGINT, and so would everything that the tests start below one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Project:
     """A checkout in `root` whose commands run as processes that the test can watch and kill."""
 
@@ -96,7 +102,12 @@ class Project:
         path = self.root / "work" / f"out-{len(list((self.root / 'work').glob('out-*')))}.txt"
         with open(path, "w") as file:
             process = subprocess.Popen(
-                [sys.executable, *args], cwd=self.root, env=self.env(**extra), stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, *args],
+                cwd=self.root,
+                env=self.env(**extra),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=heed_interrupts,
             )
         STARTED.append(process)
         process.output = path.read_text  # type: ignore[attr-defined]
