@@ -62,7 +62,8 @@ def test_kill_9_at_random_moments(tmp_path):
             process.send_signal(signal.SIGKILL)
             kills += 1
         process.wait()
-        assert kills == 0 or not (tmp_path / "cut/data/pretrain/general").exists() or process.returncode == 0
+        made = tmp_path / "cut/data/pretrain/general"  # the last kill may come after the output, which is then whole
+        assert not made.exists() or (made / "manifest.json").is_file()
     assert kills >= 1, "the run ended before it could be killed"
     assert start(tmp_path, "cut").wait() == 0
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
