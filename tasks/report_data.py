@@ -23,7 +23,7 @@ TITLES = {
     "distill": "distilled",
     "quantized": "W4A8",
 }
-CURATION = ("web", "code", "math", "dedup", "decontaminate")
+CURATION = ("ingest", "web", "code", "math", "dedup", "decontaminate", "decontaminate_swe")
 
 
 @dataclass
@@ -101,8 +101,8 @@ def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def documents_kept(found: Mapping[str, Any]) -> int | None:
-    """Documents a curation stage wrote: a number, or a number per domain."""
-    kept = found.get("documents_out", found.get("documents"))
+    """Documents (of ingest: records) a curation stage wrote: a number, or a number per domain."""
+    kept = found.get("documents_out", found.get("documents", found.get("records")))
     return sum(kept.values()) if isinstance(kept, Mapping) else kept if isinstance(kept, int) else None
 
 
@@ -178,7 +178,7 @@ def captions(metrics: Mapping[str, dict]) -> dict[str, str]:
 
 def _stage_name(stem: str) -> str:
     """Metrics file stem -> stage name (`evaluate_sft` -> `evaluate@sft`, `pack_pretrain` -> `pack-pretrain`)."""
-    for base, mark in (("evaluate", "@"), ("pack", "-"), ("pretrain", "-"), ("midtrain", "-")):
+    for base, mark in (("evaluate", "@"), ("decontaminate", "-"), ("pack", "-"), ("pretrain", "-"), ("midtrain", "-")):
         if stem.startswith(base + "_"):
             return base + mark + stem[len(base) + 1 :]
     return stem

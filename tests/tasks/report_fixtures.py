@@ -67,6 +67,8 @@ def write_run(root: Path) -> Path:
             "removed": {"overlap": 50},
             "sets": {"gsm8k": {"searched": 1319, "found": 2}},
         },
+        "decontaminate_swe": {"documents_out": 106, "removed": {"evaluation_overlap": 3}},
+        "ingest": {"records": 282, "kinds": {"code": 219}},
         "tokenizer": {"vocab_size": 2048},
         "pack_pretrain": {"tokens": 11_000_000},
     }

@@ -128,7 +128,7 @@ def test_evaluation_rows_and_differences(collected):
 
 def test_funnel_and_captions(collected):
     steps = {s["stage"]: s for s in funnel(collected.metrics)}
-    assert list(steps) == ["web", "code", "math", "dedup", "decontaminate"]
+    assert list(steps) == ["ingest", "web", "code", "math", "dedup", "decontaminate", "decontaminate_swe"]
     assert list(steps["web"]["removed"]) == ["low_quality", "too_short", "repetition"]
     assert steps["dedup"]["kept"] == 11300 and steps["web"]["kept"] == 8200
     assert web_filters(collected.metrics) == [("pages", 2900), ("too_short", 2500), ("low_quality", 2000)]
@@ -182,6 +182,8 @@ def test_page_is_self_contained_deterministic_and_complete(run_dir, tmp_path):
         "<td>kotlin</td><td>248</td>",
         "<title>0.95: 30</title>",
         "Histograms of 2 measurements",
+        "282 kept",
+        "106 kept, 3% removed: evaluation overlap 3",
     ):
         assert text in html, text
     assert html.count("<svg") >= 12
