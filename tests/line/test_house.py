@@ -89,6 +89,20 @@ def test_every_stage_depends_on_the_code_it_runs():
     assert not missing, f"dvc.yaml lacks code dependencies: {missing}"
 
 
+def test_every_stage_depends_on_the_shipped_models_that_its_code_names():
+    models = {p.name: p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("conf/*"), *ROOT.glob("tasks/*.json")]}
+    models = {name: path for name, path in models.items() if name.endswith((".json", ".safetensors"))}
+    lacking, found = {}, set()
+    for spec in load_specs().values():
+        for file in code_closure(spec.base):
+            text = (ROOT / file).read_text(encoding="utf-8")
+            named = {path for name, path in models.items() if f'"{name}"' in text or f'/{name}"' in text}
+            found |= named
+            if named - set(spec.deps):
+                lacking[spec.name] = sorted(named - set(spec.deps))
+    assert found == set(models.values()) and not lacking, (found, lacking)
+
+
 def test_data_stages_do_not_load_torch():
     """A stage that needs no torch does not pay for importing it."""
     names = sorted({s.base for s in load_specs().values() if s.meta["phase"] == "curate"})
