@@ -58,7 +58,6 @@ class ModelConfig:
             "num_experts_per_tok must not exceed n_routed_experts": self.num_experts_per_tok <= self.n_routed_experts,
             "n_group must divide n_routed_experts": self.n_group >= 1 and self.n_routed_experts % self.n_group == 0,
             "topk_group must be between 1 and n_group": 1 <= self.topk_group <= self.n_group,
-            "num_nextn_predict_layers must be 0 or 1": self.num_nextn_predict_layers in (0, 1),
         }
         for message, ok in checks.items():
             if not ok:

@@ -19,14 +19,14 @@ from model.attention import RMSNorm
 from model.block import Block, BlockArgs
 from model.config import ModelConfig
 from model.moe import MoE
-from model.mtp import MtpLayer
+from model.mtp import MtpLayer, unroll
 
 
 @dataclass
 class ModelOutput:
     """hidden [B,S,H] after the final norm; index_loss summed over layers (None unless asked for); mtp_hidden per depth;
-    router_counts int64 [E] per MoE layer (the MTP layer last, summed over depths, when it ran); aux_loss: sequence balance loss
-    summed over MoE layers, without coefficient (None without gradient)."""
+    router_counts int64 [E] per MoE layer (MTP layers last, when they ran; a layer that several depths share has their sum);
+    aux_loss: sequence balance loss summed over MoE layers, without coefficient (None without gradient)."""
 
     hidden_bsh: torch.Tensor
     index_loss: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class ModelOutput:
 
 
 class Backbone(nn.Module):
-    """Holds the parameters under transformers' names; layers[num_hidden_layers] is the MTP layer when there is one."""
+    """Holds the parameters under transformers' names; from layers[num_hidden_layers] on are MTP layers."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -64,7 +64,13 @@ class GlmMoeDsa(nn.Module):
         return list(self.model.layers[: self.cfg.num_hidden_layers])
 
     @property
+    def mtp_layers(self) -> list[MtpLayer]:
+        """One MTP layer that every depth shares, or one layer per depth (model/mtp.py); empty without MTP."""
+        return list(self.model.layers[self.cfg.num_hidden_layers :])
+
+    @property
     def mtp(self) -> MtpLayer | None:
+        """The first MTP layer, None when there is none."""
         return self.model.layers[self.cfg.num_hidden_layers] if self.cfg.num_nextn_predict_layers else None
 
     @torch.no_grad()
@@ -145,11 +151,14 @@ class GlmMoeDsa(nn.Module):
         with frozen():
             out.hidden_bsh = self.model.norm(hidden_bsh)
             if mtp_depth:
-                hiddens, results = self.mtp.unroll(
-                    self.model.embed_tokens, input_ids_bs, out.hidden_bsh, cis_bsr, mtp_depth, args
+                layers = self.mtp_layers
+                hiddens, results = unroll(
+                    layers, self.model.embed_tokens, input_ids_bs, out.hidden_bsh, cis_bsr, mtp_depth, args
                 )
                 out.mtp_hidden = hiddens
-                out.router_counts.append(torch.stack([r.counts_e for r in results]).sum(0))
+                for i in range(min(len(layers), mtp_depth)):  # the last layer serves all depths from its own on
+                    own = results[i : i + 1] if i + 1 < len(layers) else results[i:]
+                    out.router_counts.append(torch.stack([r.counts_e for r in own]).sum(0))
                 aux_losses.append(
                     None if results[0].aux_loss is None else torch.stack([r.aux_loss for r in results]).mean()
                 )

@@ -83,7 +83,7 @@ def test_from_hf_round_trip():
         ({"index_head_dim": 4}, "index_head_dim must be at least"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok must not exceed"),
         ({"n_group": 4}, "n_group must divide"),
-        ({"num_nextn_predict_layers": 3}, "must be 0 or 1"),
+        ({"num_nextn_predict_layers": -1}, "non-negative"),
     ],
 )
 def test_bad_configs_are_named(change, message):

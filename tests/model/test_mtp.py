@@ -71,3 +71,44 @@ def test_router_counts_of_all_depths_feed_one_bias(net):
 def test_asking_a_model_without_mtp_layer():
     with pytest.raises(ValueError, match="no MTP layer"):
         GlmMoeDsa(micro(num_nextn_predict_layers=0))(torch.zeros(1, 4, dtype=torch.long), mtp_depth=1)
+
+
+def test_separate_layers_take_one_depth_each_and_the_last_serves_the_rest():
+    net = spread(GlmMoeDsa(micro(num_nextn_predict_layers=2)))
+    assert len(net.mtp_layers) == 2 and net.mtp is net.mtp_layers[0]
+    ids = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(0))
+    out = net(ids, attention="dense", mtp_depth=3)
+    cis, h = net.rope(torch.arange(24)[None]), out.hidden_bsh
+    for k, layer in enumerate([net.model.layers[3], net.model.layers[4], net.model.layers[4]], 1):
+        embedded = net.model.embed_tokens(torch.cat([ids[:, k:], ids.new_zeros(2, k)], 1))
+        h = layer(layer.merge(embedded, h), cis, BlockArgs(attention="dense")).hidden_bsh
+        torch.testing.assert_close(out.mtp_hidden[k - 1], layer.shared_head.norm(h))
+    assert [c.sum().item() for c in out.router_counts] == [96, 96, 96, 192]
+    first = [p for n, p in net.named_parameters() if n.startswith("model.layers.3.mlp.experts")]
+    second = [p for n, p in net.named_parameters() if n.startswith("model.layers.4.mlp.experts")]
+    loss = out.mtp_hidden[0].pow(2).sum()
+    assert all(g is not None for g in torch.autograd.grad(loss, first, retain_graph=True, allow_unused=True))
+    assert all(g is None for g in torch.autograd.grad(loss, second, allow_unused=True)), "depth 1 has layer 1 alone"
+
+
+def test_separate_layers_survive_a_checkpoint(tmp_path):
+    from model.checkpoint import load_checkpoint, save_checkpoint
+
+    net = spread(GlmMoeDsa(micro(num_nextn_predict_layers=3)))
+    save_checkpoint(net, tmp_path)
+    back = load_checkpoint(tmp_path)
+    assert back.cfg.num_nextn_predict_layers == 3
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), back.state_dict().values(), strict=True))
+
+
+def test_transformers_reads_the_backbone_and_ignores_three_mtp_layers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from model.checkpoint import save_checkpoint
+
+    net = spread(GlmMoeDsa(micro(num_nextn_predict_layers=3, index_topk=64)))
+    save_checkpoint(net, tmp_path)
+    ids = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(ids).logits
+        torch.testing.assert_close(net.logits(net(ids).hidden_bsh), theirs, atol=2e-4, rtol=2e-4)
