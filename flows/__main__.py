@@ -19,7 +19,7 @@ from pathlib import Path
 from flows import ROOT
 from flows.services import ServiceError, Services, request
 
-PHASES = ("curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate")
+PHASES = ("curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate", "ablate")
 
 
 def deploy(services: Services, state: dict, say=print) -> int:
@@ -39,7 +39,7 @@ def deploy(services: Services, state: dict, say=print) -> int:
         print(done.stdout + done.stderr, file=sys.stderr)
         return done.returncode
     stamp.write_text(mark)
-    say("deployed lifecycle/tiny and the phases: " + ", ".join(PHASES))
+    say("deployed lifecycle/tiny and the phases: " + ", ".join(f"{phase}/tiny" for phase in PHASES))
     return 0
 
 

@@ -31,6 +31,7 @@ class Node:
     retries: int = 0
     timeout_minutes: float | None = None
     ahead: int = 0
+    by_request: bool = False  # runs only where a target names it
 
     @property
     def group(self) -> str:
@@ -67,9 +68,12 @@ def plan(targets: Iterable[str] | None = None, root: Path = ROOT, say: Callable[
 
 
 def match(nodes: dict[str, Node], targets: Iterable[str] | None) -> frozenset[str]:
-    """Names that `targets` stand for. A target is a stage, a group of variants or a phase. ValueError when unknown."""
+    """Names that `targets` stand for. A target is a stage, a group of variants or a phase. ValueError when unknown.
+
+    No targets: everything but what is marked `by_request`.
+    """
     if not targets:
-        return frozenset(nodes)
+        return frozenset(name for name, node in nodes.items() if not node.by_request)
     found: set[str] = set()
     for target in targets:
         hits = {n for n, node in nodes.items() if target in (n, node.group, node.phase)}
@@ -157,6 +161,7 @@ def _nodes(repo) -> dict[str, Node]:
             retries=int(meta.get("retries", 0)),
             timeout_minutes=float(limit) if limit else None,
             ahead=ahead[stage],
+            by_request=bool(meta.get("by_request", False)),
         )
     return nodes
 

@@ -4,6 +4,7 @@
     python -m flows.lifecycle --targets sft evaluate@sft       stages, groups of variants or phases, and what they need
     python -m flows.lifecycle --force --targets curate         run these again although nothing changed
     prefect deployment run lifecycle/tiny --watch              the same through the server and a worker
+    prefect deployment run curate/tiny --watch                 one phase; ablate/tiny is the one that is not in the line
 
 One flat flow with phases as tags: a sub-flow would be one node of the graph and a barrier between phases. A stage that
 did not change is Completed as "Cached"; after a failure its descendants are NotReady and independent branches finish.
@@ -107,8 +108,8 @@ def lifecycle(targets: list[str] | None = None, force: bool = False, profile: st
 
     Args:
         targets: What to bring up to date: stages (sft, midtrain-s2), groups of variants (evaluate) or phases (curate,
-            pretrain, midtrain, posttrain, deploy, evaluate). What they depend on is brought up to date first. Empty
-            means everything.
+            pretrain, midtrain, posttrain, deploy, evaluate, ablate). What they depend on is brought up to date first.
+            Empty means the whole line, which leaves out what is marked `by_request` (ablate).
         force: Run the targets again although nothing they depend on has changed.
         profile: Compose conf/<profile>.yaml into params.yaml first (tiny, node, glm5, ...). Empty leaves params.yaml
             as it is.
@@ -118,10 +119,10 @@ def lifecycle(targets: list[str] | None = None, force: bool = False, profile: st
     logger = get_run_logger()
     with workspace(ROOT, logger.info):
         if profile:
-            from tasks.params import write_profile
+            from tasks.params import use_profile
 
-            if write_profile(profile, ROOT):
-                logger.info("params.yaml now holds profile %s", profile)
+            if done := use_profile(profile, ROOT):
+                logger.info(done)
         plan = graph.plan(targets, ROOT, logger.info)
         logger.info("%d stages, %d of them changed", len(plan.nodes), len(plan.changed))
         parent = _Parent(str(flow_run.id), {"targets": targets, "force": force, "profile": profile})
@@ -149,6 +150,13 @@ def lifecycle(targets: list[str] | None = None, force: bool = False, profile: st
         state = _summary(run, {name: future.state for name, future in futures.items()})
         parent.close("FINISHED" if state.is_completed() else "FAILED")
         return state
+
+
+# The flow by the name of each phase: deployments are called <flow>/<deployment>, and these curate/tiny and so on.
+curate, pretrain, midtrain, posttrain, deploy, evaluate, ablate = (
+    lifecycle.with_options(name=name, description=f"The stages of phase {name}, and what they need.")
+    for name in ("curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate", "ablate")
+)
 
 
 def _worth_retrying(_task, _run, state: State) -> bool:

@@ -8,6 +8,7 @@ result gives results their identity, so machines, ports and paths of tools do no
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasks.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """# Composed from conf/{name}.yaml by `make profile NAME={name}`: edit the profile, not this file.
+# As composed: {digest}
 """
 
 
@@ -96,7 +98,36 @@ def dump(params: dict, name: str) -> str:
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    return HEADER.format(name=name) + yaml.dump(params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    body = yaml.dump(params, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return HEADER.format(name=name, digest=_digest(body)) + body
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
+def edited(root: Path = ROOT) -> bool:
+    """Whether somebody has changed params.yaml since a profile was composed into it."""
+    target = root / "params.yaml"
+    if not target.is_file():
+        return False
+    found = re.match(r"# Composed from .*\n# As composed: (\w+)\n", text := target.read_text(encoding="utf-8"))
+    return found is not None and _digest(text[found.end() :]) != found[1]
+
+
+def use_profile(name: str, root: Path = ROOT) -> str:
+    """As `write_profile`, but edits made in params.yaml itself under this profile are kept. Returns a line that says what
+    was done, "" when nothing was. ValueError when both the file and its profile have changed, or another profile is wanted."""
+    if not edited(root):
+        return f"params.yaml now holds profile {name}" if write_profile(name, root) else ""
+    text = dump(compose(name, root / "conf"), name)
+    same = text.splitlines()[:2] == (root / "params.yaml").read_text(encoding="utf-8").splitlines()[:2]
+    if not same:
+        raise ValueError(
+            f"params.yaml has been edited by hand and is not what conf/{name}.yaml would give: move the edits to a profile, "
+            f"or discard them with `make profile NAME={name}`"
+        )
+    return f"params.yaml has edits of its own on top of profile {name}; kept"
 
 
 def write_profile(name: str, root: Path = ROOT) -> bool:

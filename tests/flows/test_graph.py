@@ -41,6 +41,15 @@ def test_a_group_is_all_its_variants():
     assert graph.match(nodes, ["sft"]) == {"sft"}
 
 
+def test_what_runs_by_request_is_no_part_of_the_line():
+    nodes = {
+        "sft": graph.Node("sft", (), "posttrain"),
+        "ablate_mtp": graph.Node("ablate_mtp", (), "ablate", by_request=True),
+    }
+    assert graph.match(nodes, None) == {"sft"}
+    assert graph.match(nodes, ["ablate"]) == graph.match(nodes, ["ablate_mtp"]) == {"ablate_mtp"}
+
+
 def test_a_plan_marks_what_differs_from_the_lock(toy):
     assert graph.plan(None, toy.root).changed == set(EDGES)
     assert toy.run("-m", "dvc", "repro", "-q")[0] == 0

@@ -17,11 +17,11 @@ def test_run_watch_results_then_cached_then_failure(tmp_path, services):
         assert status == 0, output
         assert "deployed lifecycle/tiny and the phases" in output
         assert toy.stages() == {"raw": "Completed", "next": "Completed"}
-        for name in ("tiny", "curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate"):
-            found = json.loads(request("GET", f"{services['PREFECT_API_URL']}/deployments/name/lifecycle/{name}")[1])
+        for name in ("lifecycle", "curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate", "ablate"):
+            found = json.loads(request("GET", f"{services['PREFECT_API_URL']}/deployments/name/{name}/tiny")[1])
             fields = found["parameter_openapi_schema"]["properties"]
             assert set(fields) == {"targets", "force", "profile"} and all(f["description"] for f in fields.values())
-            assert found["parameters"]["targets"] == (None if name == "tiny" else [name])
+            assert found["parameters"]["targets"] == (None if name == "lifecycle" else [name])
         value = json.loads((toy.root / "metrics" / "next.json").read_text())["value"]
         assert any(line.split() == ["next", "value", str(value)] for line in output.splitlines())
         prefect, mlflow, report = output.rstrip().splitlines()[-3:]

@@ -52,7 +52,7 @@ def test_a_signal_to_the_flow_ends_stages_with_everything_they_started(tmp_path,
 def test_cancelling_a_deployed_run_ends_its_stage(tmp_path, services):
     toy = Toy(tmp_path, {"one": [], "two": ["one"]})
     toy.set(one={"seconds": 300.0, "child": True})
-    status, output = toy.run("-m", "prefect", "--no-prompt", "deploy", "--name", "tiny", **services)
+    status, output = toy.run("-m", "prefect", "--no-prompt", "deploy", "--name", "lifecycle/tiny", **services)
     assert status == 0, output
     api = services["PREFECT_API_URL"]
     deployment = json.loads(request("GET", f"{api}/deployments/name/lifecycle/tiny")[1])
