@@ -8,6 +8,8 @@ Run its tests: `python -m pytest tests/kernels/test_experts.py`
 import torch
 import torch.nn.functional as F
 
+from kernels.deferred import active_queue
+
 
 def experts_reference(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
     """Loop over experts in plain torch, differentiable: y_n = sum_k weight_nk * down_e(silu(gate_e x) * up_e x), e = index_nk."""
@@ -29,39 +31,69 @@ def _act_backward(gate_nm, up_nm, silu_nm, dact_nm):
     return dgu_n2m
 
 
+def _swiglu_gradients(x_nh, gu_n2m, dgu_n2m, dy_nh):
+    """Gradients of gate, up and down of one SwiGLU."""
+    m = gu_n2m.shape[1] // 2
+    dgate_up = dgu_n2m.T @ x_nh
+    return dgate_up[:m], dgate_up[m:], dy_nh.T @ F.silu(gu_n2m[:, :m]).mul_(gu_n2m[:, m:])
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_nh, gate_mh, up_mh, down_hm):
-        gate_up_2mh = torch.cat([gate_mh, up_mh])
-        gu_n2m = x_nh @ gate_up_2mh.T
+    def forward(ctx, x_nh, gate_mh, up_mh, down_hm, queue):
+        gu_n2m = x_nh @ torch.cat([gate_mh, up_mh]).T
         m = gate_mh.shape[0]
         act_nm = F.silu(gu_n2m[:, :m]).mul_(gu_n2m[:, m:])
-        ctx.save_for_backward(x_nh, gate_up_2mh, down_hm, gu_n2m)
+        # The joined weights are not kept: every micro-batch in flight would hold a copy of them.
+        ctx.save_for_backward(x_nh, gate_mh, up_mh, down_hm, gu_n2m)
+        ctx.queue, ctx.weights = queue, (gate_mh, up_mh, down_hm) if queue is not None else None
         return act_nm @ down_hm.T
 
     @staticmethod
     def backward(ctx, dy_nh):
-        x_nh, gate_up_2mh, down_hm, gu_n2m = ctx.saved_tensors
+        x_nh, gate_mh, up_mh, down_hm, gu_n2m = ctx.saved_tensors
         m = down_hm.shape[1]
         gate, up = gu_n2m[:, :m], gu_n2m[:, m:]
         silu = F.silu(gate)
         dgu_n2m = _act_backward(gate, up, silu, dy_nh @ down_hm)
-        dx = dgu_n2m @ gate_up_2mh if ctx.needs_input_grad[0] else None
+        dx = dgu_n2m @ torch.cat([gate_mh, up_mh]) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return dx, None, None, None
+            return dx, None, None, None, None
+        if ctx.queue is not None:
+            ctx.queue.put(ctx.weights, _swiglu_gradients, (x_nh, gu_n2m, dgu_n2m, dy_nh))
+            return dx, None, None, None, None
         ddown = dy_nh.T @ silu.mul_(up)
         dgate_up = dgu_n2m.T @ x_nh
-        return dx, dgate_up[:m], dgate_up[m:], ddown
+        return dx, dgate_up[:m], dgate_up[m:], ddown, None
 
 
 def swiglu(x_nh: torch.Tensor, gate_mh: torch.Tensor, up_mh: torch.Tensor, down_hm: torch.Tensor) -> torch.Tensor:
     """down(silu(gate x) * up x) for x [N,H], gate/up [m,H], down [H,m] -> [N,H]; gate and up in one matrix product."""
-    return _SwiGlu.apply(x_nh, gate_mh, up_mh, down_hm)
+    return _SwiGlu.apply(x_nh, gate_mh, up_mh, down_hm, active_queue())
+
+
+def _grouped_gradients(bounds, num_experts):
+    """The function that makes gate_up's and down's gradients [E,2m,H], [E,H,m] from rows sorted by expert."""
+
+    def gradients(x_nh, token_r, gu_r2m, dgu_r2m, ws_r1, dy_nh):
+        m = gu_r2m.shape[1] // 2
+        dgate_up = x_nh.new_zeros(num_experts, 2 * m, x_nh.shape[1])
+        ddown = x_nh.new_zeros(num_experts, x_nh.shape[1], m)
+        for e in range(num_experts):
+            a, b = bounds[e], bounds[e + 1]
+            if a < b:
+                tokens = token_r[a:b]
+                act = F.silu(gu_r2m[a:b, :m]).mul_(gu_r2m[a:b, m:]).mul_(ws_r1[a:b])
+                torch.mm(dy_nh.index_select(0, tokens).T, act, out=ddown[e])
+                torch.mm(dgu_r2m[a:b].T, x_nh.index_select(0, tokens), out=dgate_up[e])
+        return dgate_up, ddown
+
+    return gradients
 
 
 class _GroupedSwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
+    def forward(ctx, x_nh, gate_up_emh, down_ehm, index_nk, weight_nk, queue):
         n, k = index_nk.shape
         num_experts, m2, h = gate_up_emh.shape
         m = m2 // 2
@@ -86,6 +118,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
         inverse_r[order_r] = torch.arange(n * k, device=order_r.device)
         ctx.save_for_backward(x_nh, gate_up_emh, down_ehm, gu_r2m, ws_r1, token_r, inverse_r)
         ctx.bounds, ctx.shape = bounds, (n, k)
+        ctx.queue, ctx.weights = queue, (gate_up_emh, down_ehm) if queue is not None else None
         return ys_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
 
     @staticmethod
@@ -94,7 +127,9 @@ class _GroupedSwiGlu(torch.autograd.Function):
         bounds, (n, k) = ctx.bounds, ctx.shape
         num_experts, m2, h = gate_up_emh.shape
         m = m2 // 2
-        need_w = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        trained = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        need_w = trained and ctx.queue is None
+        later_r2m = torch.empty_like(gu_r2m) if trained and ctx.queue is not None else None
         dys_rh = dy_nh.index_select(0, token_r)
         xs_rh = x_nh.index_select(0, token_r) if need_w else None
         dxs_rh = torch.empty(n * k, h, dtype=x_nh.dtype, device=x_nh.device)
@@ -116,12 +151,17 @@ class _GroupedSwiGlu(torch.autograd.Function):
             dact.mul_(ws_r1[a:b])
             dgu = _act_backward(gate, up, silu, dact)
             torch.mm(dgu, gate_up_emh[e], out=dxs_rh[a:b])
+            if later_r2m is not None:
+                later_r2m[a:b] = dgu
             if need_w:
                 torch.mm(dys.T, act.mul_(ws_r1[a:b]), out=ddown[e])
                 torch.mm(dgu.T, xs_rh[a:b], out=dgate_up[e])
         dx_nh = dxs_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
         dweight_nk = dws_r.index_select(0, inverse_r).view(n, k)
-        return dx_nh, dgate_up, ddown, None, dweight_nk
+        if later_r2m is not None:
+            kept = (x_nh, token_r, gu_r2m, later_r2m, ws_r1, dy_nh)
+            ctx.queue.put(ctx.weights, _grouped_gradients(bounds, num_experts), kept)
+        return dx_nh, dgate_up, ddown, None, dweight_nk, None
 
 
 def grouped_experts(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk) -> torch.Tensor:
@@ -129,4 +169,4 @@ def grouped_experts(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk) -> torch.T
 
     Differentiable in x, both expert tensors and the routing weights. Experts without tokens get zero gradients.
     """
-    return _GroupedSwiGlu.apply(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk)
+    return _GroupedSwiGlu.apply(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk, active_queue())
