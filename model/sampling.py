@@ -148,6 +148,17 @@ class RowSampler:
         self.seeds_b = np.concatenate([self.seeds_b, other.seeds_b])
         self._plan()
 
+    def probs(self, logits_bv: torch.Tensor) -> torch.Tensor:
+        """float64 [B, V]: what `sample` draws from, after temperature and truncation; greedy rows are one-hot."""
+        logp_bv = torch.log_softmax((logits_bv / self.temperature_b[:, None]).float(), dim=-1)
+        probs_bv = logp_bv.exp().double()
+        if self.truncated:
+            probs_bv = _truncate(probs_bv, self.top_p_b, self.top_k_b)
+        if self.any_greedy:
+            best_bv = torch.zeros_like(probs_bv).scatter_(1, logp_bv.argmax(-1, keepdim=True), 1.0)
+            probs_bv = torch.where(self.greedy_b[:, None], best_bv, probs_bv)
+        return probs_bv / probs_bv.sum(-1, keepdim=True)
+
     def sample(self, logits_bv: torch.Tensor, counters_b: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """logits float32 [B, V], counters int64 [B] -> (ids int64 [B], log-probs float32 [B]).
 
@@ -162,15 +173,20 @@ class RowSampler:
             probs_bv = logp_bv.exp().double()
             if self.truncated:
                 probs_bv = _truncate(probs_bv, self.top_p_b, self.top_k_b)
-            cdf_bv = probs_bv.cumsum(dim=-1)
-            u_b = torch.from_numpy(uniforms(self.seeds_b, counters_b)).to(self.device)
-            threshold_b1 = (u_b * cdf_bv[:, -1])[:, None]
-            drawn_b = torch.searchsorted(cdf_bv, threshold_b1, right=True).squeeze(1).clamp_(max=cdf_bv.shape[1] - 1)
+            drawn_b = draw(probs_bv, uniforms(self.seeds_b, counters_b))
             ids_b = drawn_b if ids_b is None else torch.where(self.greedy_b, ids_b, drawn_b)
         logp_b = logp_bv.gather(1, ids_b[:, None]).squeeze(1)
         if not logp_b.isfinite().all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged or are damaged")
         return ids_b, logp_b
+
+
+def draw(probs_bv: torch.Tensor, uniform_b: np.ndarray) -> torch.Tensor:
+    """Inverse-CDF draw: float64 weights [B, V] (any positive sum), numbers in [0, 1) [B] -> ids int64 [B]."""
+    cdf_bv = probs_bv.cumsum(dim=-1)
+    u_b = torch.from_numpy(np.ascontiguousarray(uniform_b)).to(probs_bv.device)
+    threshold_b1 = (u_b * cdf_bv[:, -1])[:, None]
+    return torch.searchsorted(cdf_bv, threshold_b1, right=True).squeeze(1).clamp_(max=cdf_bv.shape[1] - 1)
 
 
 def _truncate(probs_bv: torch.Tensor, top_p_b: torch.Tensor, top_k_b: torch.Tensor) -> torch.Tensor:
