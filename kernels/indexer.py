@@ -3,8 +3,11 @@
 Run its tests: `python -m pytest tests/kernels/test_indexer.py`
 """
 
+from collections.abc import Iterator
+
 import torch
 
+from kernels import paths
 from kernels.topk import topk_mask
 
 ROW_CHUNK = 64  # small chunks waste fewer keys above the diagonal; 64 measured best at lengths 256 to 1024
@@ -14,11 +17,24 @@ def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def index_scores_reference(q_bqnd: torch.Tensor, k_btd: torch.Tensor, w_bqn: torch.Tensor) -> torch.Tensor:
+    """The formula of index_scores over all heads at once, [B,Q,n_I,T] included."""
+    dots_bqnt = torch.einsum("bqnd,btd->bqnt", _at_least_fp32(q_bqnd), _at_least_fp32(k_btd))
+    return (torch.relu(dots_bqnt) * _at_least_fp32(w_bqn).unsqueeze(-1)).sum(2)
+
+
 def index_scores(q_bqnd: torch.Tensor, k_btd: torch.Tensor, w_bqn: torch.Tensor) -> torch.Tensor:
     """I_ts = sum_j w_tj * ReLU(q_tj . k_s), without a causal mask; fp32 (fp64 for fp64 input) [B,Q,T].
 
     q [B,Q,n_I,d_I], k [B,T,d_I] (one shared key head), w [B,Q,n_I] already times n_I^-0.5 * d_I^-0.5. Differentiable.
     """
+    path = paths.choose("index_scores", q_bqnd.device, q_bqnd.dtype)
+    if path == "reference":
+        return index_scores_reference(q_bqnd, k_btd, w_bqn)
+    if path == "triton":
+        from kernels import triton_indexer
+
+        return triton_indexer.index_scores(q_bqnd, k_btd, w_bqn)
     q, kt, w = _at_least_fp32(q_bqnd), _at_least_fp32(k_btd).transpose(1, 2), _at_least_fp32(w_bqn)
     heads = q.shape[2]
     if torch.is_grad_enabled() and (q.requires_grad or kt.requires_grad or w.requires_grad):
@@ -46,23 +62,89 @@ def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> 
     """DSA selection for every query of a sequence, in chunks of rows: list of bool [B, rows, stop].
 
     Chunk c covers query rows [c*row_chunk, stop) and keys [0, stop). Row t has min(topk, t+1) True entries: the
-    largest scores among s <= t, ties to the lower index. Peak extra memory is one chunk's scores, never [S, n_I, S].
+    largest scores among s <= t, ties to the lower index. Peak extra memory is one chunk's scores, never [S, n_I, S]; the masks
+    themselves take S^2 / 2 bytes per sequence, so long sequences go through select_index.
     """
+    path = paths.choose("select_keys", q_bsnd.device, q_bsnd.dtype)
+    if path == "reference":
+        whole = _select_reference(q_bsnd, k_bsd, w_bsn, topk)
+        starts = range(0, whole.shape[1], row_chunk)
+        return [whole[:, a : a + row_chunk, : a + row_chunk] for a in starts]
+    if path == "triton":
+        from kernels import triton_indexer
+
+        return _index_to_masks(triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), row_chunk)
+    return list(_mask_chunks(q_bsnd, k_bsd, w_bsn, topk, row_chunk))
+
+
+def _mask_chunks(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int) -> Iterator[torch.Tensor]:
     size = q_bsnd.shape[1]
-    masks = []
     for start in range(0, size, row_chunk):
         stop = min(start + row_chunk, size)
         causal = causal_mask(start, stop, stop, q_bsnd.device)
         first = min(max(start, topk), stop)  # rows before it have at most topk keys: nothing to choose
         head = causal[: first - start].expand(q_bsnd.shape[0], -1, -1)
         if first == stop:
-            masks.append(head)
+            yield head
             continue
         scores = index_scores(q_bsnd[:, first:stop], k_bsd[:, :stop], w_bsn[:, first:stop])
         scores.masked_fill_(~causal[first - start :], float("-inf"))
         mask = topk_mask(scores, topk)
-        masks.append(mask if first == start else torch.cat([head, mask], dim=1))
+        yield mask if first == start else torch.cat([head, mask], dim=1)
+
+
+def _select_reference(q_bsnd, k_bsd, w_bsn, topk: int) -> torch.Tensor:
+    """The whole selection [B,S,S] by a stable sort."""
+    size = q_bsnd.shape[1]
+    causal = causal_mask(0, size, size, q_bsnd.device)
+    scores = index_scores_reference(q_bsnd, k_bsd, w_bsn).masked_fill(~causal, float("-inf"))
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & causal
+
+
+def _valid(size: int, width: int, device) -> torch.Tensor:
+    """[S, width]: row t has min(width, t + 1) selected keys."""
+    return torch.arange(width, device=device) <= torch.arange(size, device=device)[:, None]
+
+
+def _index_to_masks(index_bsk: torch.Tensor, row_chunk: int) -> list[torch.Tensor]:
+    batch, size, width = index_bsk.shape
+    valid = _valid(size, width, index_bsk.device)
+    masks = []
+    for start in range(0, size, row_chunk):
+        stop = min(start + row_chunk, size)
+        mask = torch.zeros(batch, stop - start, stop, dtype=torch.bool, device=index_bsk.device)
+        # unused places hold key 0, which their row may have selected: add instead of overwrite
+        taken = valid[start:stop].expand(batch, -1, -1)
+        masks.append(mask.scatter_reduce_(-1, index_bsk[:, start:stop], taken, "amax"))
     return masks
+
+
+@torch.no_grad()
+def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+    """DSA selection as (index int64 [B,S,k] ascending, valid bool [B,S,k]), k = min(topk, S): memory linear in S.
+
+    The same keys as select_keys. Row t has min(topk, t + 1) valid entries, first in its row; the others hold 0.
+    """
+    batch, size = q_bsnd.shape[:2]
+    width = min(topk, size)
+    valid_bsk = _valid(size, width, q_bsnd.device).expand(batch, -1, -1)
+    path = paths.choose("select_index", q_bsnd.device, q_bsnd.dtype)
+    if path == "triton":
+        from kernels import triton_indexer
+
+        return triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), valid_bsk
+    if path == "reference":
+        chunks = [_select_reference(q_bsnd, k_bsd, w_bsn, topk)]
+    else:
+        chunks = _mask_chunks(q_bsnd, k_bsd, w_bsn, topk, row_chunk)
+    index_bsk = torch.zeros(batch, size, width, dtype=torch.long, device=q_bsnd.device)
+    start = 0
+    for mask in chunks:
+        rows = slice(start, start + mask.shape[1])
+        index_bsk[:, rows][valid_bsk[:, rows]] = mask.nonzero()[:, -1]
+        start = rows.stop
+    return index_bsk, valid_bsk
 
 
 def index_kl(scores_brt: torch.Tensor, target_brt: torch.Tensor, allowed_brt: torch.Tensor) -> torch.Tensor:
