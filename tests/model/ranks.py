@@ -2,8 +2,9 @@
 
     results = run_ranks(4, my_check, argument)        # my_check(rank, world, argument), importable by name
 
-Ranks are forked from one server process that has imported torch, so that a second call costs milliseconds. Each has one
-thread, loopback only, and a time limit of its own; when one fails, the others are killed and its traceback is raised.
+Ranks are forked from one server process that has imported torch, so that a second call costs milliseconds; their environment
+variables are those of the first call. Each has one thread, loopback only, and a time limit of its own; when one fails, the
+others are killed and its traceback is raised.
 """
 
 import faulthandler
@@ -60,7 +61,7 @@ def run_ranks(world: int, function: Callable, *args: Any, limit: float = 90.0) -
     for all of it. Raises RankError.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["torch.distributed", "model.transformer"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = [
             context.Process(target=_child, args=(rank, world, folder, limit, function, args), daemon=True)
