@@ -1,4 +1,21 @@
-"""Multi-head latent attention with DSA (notes A.2, B): dense or sparse forward, the indexer's loss, parts for decoding.
+"""The attention interface, and multi-head latent attention with DSA (notes A.2, B): forward, the indexer's loss, decoding parts.
+
+Every attention module (model/block.py `build_attention` picks it by the layer's kind) is called as
+
+    out_bsh, index_loss, masks = module(
+        x_bsh,                  # normalised layer input [B,S,hidden]
+        cis_bsr,                # rope factors of the positions, complex [B or 1,S,qk_rope_head_dim/2]
+        attention="sparse",     # or "dense": whether DSA selects; modules without DSA ignore it
+        rows_br=None,           # int64 [B,R]: query rows of the indexer's KL loss; None asks for no loss
+        row_weight_br=None,     # [B,R]: their weights, 0 for padding
+        index_only=False,       # everything but the indexer's loss runs without gradient
+        shared_masks=None,      # the selection of the nearest DSA layer before (IndexShare); only shared layers read it
+    )
+
+out is [B,S,hidden]; index_loss a scalar, or None where there is no indexer; masks the selection in force as
+kernels.indexer.select_keys returns it, or None where every earlier key is attended to. All are causal. Right padding needs no
+mask. Every module also has `project_qkv(x, cis) -> (q [B,S,H,d], k [B,S,G,d], v [B,S,G,dv])`, rotated, with H = G * n heads,
+`output(o [B,S,H,dv]) -> [B,S,hidden]`, and `softmax_scale`.
 
 Run its tests: `python -m pytest tests/model/test_attention.py`
 """
@@ -35,12 +52,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class MLA(nn.Module):
-    """MLA in MHA mode for training and prefill; `absorbed_weights` gives what MQA-mode decoding needs.
-
-    Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), and the indexer's key
-    (indexer.keys).
-    """
+class MLAProjections(nn.Module):
+    """MLA's weights and its parts in MHA mode, shared by all kinds of layer; `absorbed_weights` is what MQA mode needs."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -50,7 +63,7 @@ class MLA(nn.Module):
             cfg.qk_rope_head_dim,
             cfg.v_head_dim,
         )
-        self.q_lora, self.kv_lora, self.topk = cfg.q_lora_rank, cfg.kv_lora_rank, cfg.index_topk
+        self.q_lora, self.kv_lora = cfg.q_lora_rank, cfg.kv_lora_rank
         self.softmax_scale = cfg.qk_head_dim**-0.5
         self.q_a_proj = nn.Linear(cfg.hidden_size, self.q_lora, bias=False)
         self.q_a_layernorm = RMSNorm(self.q_lora, LATENT_NORM_EPS)
@@ -59,7 +72,6 @@ class MLA(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.kv_lora, LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(self.kv_lora, self.heads * (self.nope + self.v_dim), bias=False)
         self.o_proj = nn.Linear(self.heads * self.v_dim, cfg.hidden_size, bias=False)
-        self.indexer = Indexer(cfg)
 
     # ---- parts, shared with decoding
 
@@ -92,7 +104,26 @@ class MLA(nn.Module):
         """o_proj over concatenated heads: [B,S,H,v] -> [B,S,hidden]."""
         return self.o_proj(o_bshv.flatten(-2))
 
-    # ---- whole sequences
+    def project_qkv(
+        self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q [B,S,H,nope+rope], k [B,S,H,nope+rope], v [B,S,H,v]): what softmax attention compares, rotated."""
+        q_bshd = torch.cat(self.project_q(self.project_q_latent(x_bsh), cis_bsr), dim=-1)
+        return q_bshd, *self.expand_kv(*self.project_kv_latent(x_bsh, cis_bsr))
+
+
+class MLA(MLAProjections):
+    """Full MLA, dense or under DSA; with indexer=False it shares the selection of an earlier layer (IndexShare).
+
+    Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), and the indexer's key
+    (indexer.keys). An indexer learns from its own layer's attention, also where later layers share its selection: they add no
+    loss, so warm-up and sparse stage cost and mean the same as without sharing.
+    """
+
+    def __init__(self, cfg: ModelConfig, indexer: bool = True):
+        super().__init__(cfg)
+        self.topk = cfg.index_topk
+        self.indexer = Indexer(cfg) if indexer else None
 
     def forward(
         self,
@@ -103,12 +134,9 @@ class MLA(nn.Module):
         rows_br: torch.Tensor | None = None,
         row_weight_br: torch.Tensor | None = None,
         index_only: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [B,S,hidden], indexer loss or None). x is the normalised layer input.
-
-        attention "dense" or "sparse"; rows int64 [B,R] are the query rows the KL loss looks at, row_weight [B,R] their weights
-        (0 for padding). index_only: everything but the indexer loss runs without gradient.
-        """
+        shared_masks: list[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | None]:
+        """See the module's docstring. A layer that shares must be given the masks wherever the layer before selected."""
         path = attention_path(x_bsh.shape[1], self.topk) if attention == "sparse" else "dense"
         with torch.no_grad() if index_only else nullcontext():
             both = F.linear(x_bsh, torch.cat([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]))
@@ -120,7 +148,10 @@ class MLA(nn.Module):
             k_bthd, v_bthv = self.expand_kv(c_kv, k_rope)
             masks = None
             if path != "dense":
-                masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr)
+                masks = shared_masks
+                if self.indexer is not None:
+                    masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr)
+                assert masks is not None, "a layer that shares a selection ran without one"
             if path == "gathered":
                 out_bsh = self.output(self._gathered(q_nope, q_rope, c_kv, k_rope, masks))
             else:
@@ -131,11 +162,11 @@ class MLA(nn.Module):
                     o_bhsv = dense_attention(q, k, v, self.softmax_scale)
                 out_bsh = self.output(o_bhsv.transpose(1, 2))
         loss = None
-        if rows_br is not None:
+        if rows_br is not None and self.indexer is not None:
             loss = self._index_loss(
                 x_bsh.detach(), c_q.detach(), cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br
             )
-        return out_bsh, loss
+        return out_bsh, loss, masks
 
     def _gathered(self, q_nope_bshn, q_rope_bshr, c_kv_btc, k_rope_btr, masks) -> torch.Tensor:
         """MQA-mode attention over each row's selected latents: [B,S,H,v]."""

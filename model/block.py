@@ -1,4 +1,4 @@
-"""One pre-norm decoder block: h + Attn(norm(h)), then h + MLP(norm(h)).
+"""One pre-norm decoder block: h + Attn(norm(h)), then h + MLP(norm(h)). `build_attention` picks the attention by config.
 
 Run its tests: `python -m pytest tests/model/test_transformer.py`
 """
@@ -11,7 +11,18 @@ from torch import nn
 
 from model.attention import MLA, RMSNorm
 from model.config import ModelConfig
+from model.gqa import GQA
 from model.moe import MLP, MoE
+from model.swa import SlidingGQA, SlidingMLA
+
+
+def build_attention(cfg: ModelConfig, layer: int) -> nn.Module:
+    """The attention module of a layer (model/attention.py describes the interface); layers from num_hidden_layers on are MTP."""
+    mla = cfg.attention == "mla"
+    if cfg.kind(layer) == "full":
+        return MLA(cfg, indexer=cfg.has_indexer(layer)) if mla else GQA(cfg)
+    kinds = {"swa": (SlidingMLA, SlidingGQA)}
+    return kinds[cfg.kind(layer)][0 if mla else 1](cfg)
 
 
 @dataclass
@@ -31,27 +42,35 @@ class BlockResult:
     index_loss: torch.Tensor | None
     counts_e: torch.Tensor | None  # int64 tokens per expert, MoE blocks only
     aux_loss: torch.Tensor | None
+    masks: list[torch.Tensor] | None = None  # the selection that a following shared layer reuses
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig, dense: bool):
+    def __init__(self, cfg: ModelConfig, layer: int, dense: bool):
         super().__init__()
-        self.self_attn = MLA(cfg)
+        self.self_attn = build_attention(cfg, layer)
         self.mlp = MLP(cfg.hidden_size, cfg.intermediate_size) if dense else MoE(cfg)
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, hidden_bsh: torch.Tensor, cis_bsr: torch.Tensor, args: BlockArgs) -> BlockResult:
+    def forward(
+        self,
+        hidden_bsh: torch.Tensor,
+        cis_bsr: torch.Tensor,
+        args: BlockArgs,
+        shared_masks: list[torch.Tensor] | None = None,
+    ) -> BlockResult:
         frozen = torch.no_grad if args.index_only else nullcontext
         with frozen():
             x_bsh = self.input_layernorm(hidden_bsh)
-        attn_bsh, index_loss = self.self_attn(
+        attn_bsh, index_loss, masks = self.self_attn(
             x_bsh,
             cis_bsr,
             attention=args.attention,
             rows_br=args.rows_br,
             row_weight_br=args.row_weight_br,
             index_only=args.index_only,
+            shared_masks=shared_masks,
         )
         with frozen():
             hidden_bsh = hidden_bsh + attn_bsh
@@ -61,4 +80,4 @@ class Block(nn.Module):
                 y_bsh, counts, aux = self.mlp(x_bsh, args.token_mask_bs)
             else:
                 y_bsh = self.mlp(x_bsh)
-            return BlockResult(hidden_bsh + y_bsh, index_loss, counts, aux)
+            return BlockResult(hidden_bsh + y_bsh, index_loss, counts, aux, masks)

@@ -6,10 +6,30 @@ Run its tests: `python -m pytest tests/model/test_config.py`
 import dataclasses
 from dataclasses import dataclass
 
+OUR_MODEL_TYPE = "arcline_glm"  # what transformers' glm_moe_dsa cannot express: model.attention gqa, model.layer_types
+LAYER_TYPES = ("full", "swa", "gdn", "simple_gdn")
+INDEXER_TYPES = ("full", "shared")
+OUR_FIELDS = (
+    "attention",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "linear_conv_kernel_dim",
+    "simple_gdn_decay",
+    "indexer_types",
+)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """GLM-5's architecture (notes A.1). All sizes are counts of units; defaults are the paper's full scale."""
+    """GLM-5's architecture (notes A.1) and its ablations. All sizes are counts of units; defaults are the paper's full scale.
+
+    attention: "mla", or "gqa" (num_key_value_heads groups of head_dim, of which the first qk_rope_head_dim are rotated).
+    layer_types: per backbone layer "full", "swa" (the last sliding_window keys), "gdn" or "simple_gdn"; None is all full.
+    indexer_types: "full" or "shared" per backbone layer (GLM-5.2): shared layers reuse the keys that the nearest full layer
+    before them selected. MLA-256 and plain MLA are the same class with other numbers of heads and head dimensions.
+    """
 
     vocab_size: int = 154880
     hidden_size: int = 6144
@@ -41,17 +61,29 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    # The attention ablations (notes A.4, A.6) and GLM-5.2's IndexShare; their defaults are GLM-5.
+    attention: str = "mla"
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int = 4096
+    linear_conv_kernel_dim: int = 4
+    simple_gdn_decay: str = "none"
+    indexer_types: tuple[str, ...] | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise ValueError(f"model.{field.name} must be a non-negative integer, got {value!r}")
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for name in ("eos_token_id", "layer_types", "indexer_types"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_attention()
         checks = {
             "qk_rope_head_dim must be even": self.qk_rope_head_dim % 2 == 0,
-            "index_head_dim must be at least qk_rope_head_dim": self.index_head_dim >= self.qk_rope_head_dim,
+            "index_head_dim must be at least qk_rope_head_dim": self.attention != "mla"
+            or self.index_head_dim >= self.qk_rope_head_dim,
             "index_topk must be at least 1": self.index_topk >= 1,
             "first_k_dense_replace must not exceed num_hidden_layers": self.first_k_dense_replace
             <= self.num_hidden_layers,
@@ -63,9 +95,86 @@ class ModelConfig:
             if not ok:
                 raise ValueError(f"model.{message}: {self}")
 
+    def _check_attention(self) -> None:
+        """The fields of the attention variants: values, lengths, and what excludes what. Equal to the default becomes None."""
+        for name, allowed in (("attention", ("mla", "gqa")), ("simple_gdn_decay", ("none", "fixed"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"model.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name, allowed in (("layer_types", LAYER_TYPES), ("indexer_types", INDEXER_TYPES)):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            unknown = [v for v in values if v not in allowed]
+            if unknown:
+                raise ValueError(f"model.{name} has {unknown[0]!r}; each entry must be one of {', '.join(allowed)}")
+            if len(values) != self.num_hidden_layers:
+                raise ValueError(
+                    f"model.{name} has {len(values)} entries, model.num_hidden_layers is {self.num_hidden_layers}"
+                )
+            if set(values) <= {"full"}:
+                object.__setattr__(self, name, None)
+        if self.indexer_types is not None:
+            if self.attention != "mla" or self.layer_types is not None:
+                raise ValueError(
+                    "model.indexer_types with 'shared' needs DSA in every layer: model.attention 'mla' and no model.layer_types; "
+                    f"got model.attention {self.attention!r}, model.layer_types {self.layer_types}"
+                )
+            if self.indexer_types[0] != "full":
+                raise ValueError(
+                    "model.indexer_types must begin with 'full': a shared layer reuses the selection of a layer before it"
+                )
+        if self.attention == "mla":
+            if self.num_key_value_heads is not None or self.head_dim is not None:
+                raise ValueError(
+                    "model.num_key_value_heads and model.head_dim belong to model.attention 'gqa', not 'mla'"
+                )
+        else:
+            if self.head_dim is None:
+                raise ValueError("model.attention 'gqa' needs model.head_dim")
+            groups = self.kv_heads
+            if groups < 1 or self.num_attention_heads % groups:
+                raise ValueError(
+                    f"model.num_key_value_heads ({groups}) must divide model.num_attention_heads ({self.num_attention_heads})"
+                )
+            if self.qk_rope_head_dim > self.head_dim:
+                raise ValueError(
+                    f"model.qk_rope_head_dim ({self.qk_rope_head_dim}), the rotated part of a head, exceeds model.head_dim "
+                    f"({self.head_dim})"
+                )
+        if "swa" in self.kinds and self.sliding_window < 1:
+            raise ValueError("model.sliding_window must be at least 1")
+        if "gdn" in self.kinds and self.linear_conv_kernel_dim < 1:
+            raise ValueError("model.linear_conv_kernel_dim must be at least 1")
+
+    # ---- one layer's attention
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of attention of each backbone layer: 'full', 'swa', 'gdn' or 'simple_gdn'."""
+        return self.layer_types or ("full",) * self.num_hidden_layers
+
+    def kind(self, layer: int) -> str:
+        """A layer's kind; layers from num_hidden_layers on (MTP) are always full."""
+        return self.kinds[layer] if layer < self.num_hidden_layers else "full"
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether a layer selects keys itself. The MTP layer does, in GLM-5.2 too: its checkpoint carries an indexer."""
+        if self.attention != "mla" or self.kind(layer) != "full":
+            return False
+        return self.indexer_types is None or layer >= self.num_hidden_layers or self.indexer_types[layer] == "full"
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values: of GQA, or all of them."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
     @property
     def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -90,6 +199,14 @@ class ModelConfig:
         values = dataclasses.asdict(self)
         theta = values.pop("rope_theta")
         values["eos_token_id"] = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id
+        ours = {name: values.pop(name) for name in OUR_FIELDS}
+        if self.attention != "mla" or self.layer_types is not None:
+            # transformers refuses both the model_type and these layer types
+            ours["layer_types"] = list(self.kinds)
+            rope = {"rope_theta": theta, "rope_type": "default"}
+            return {"model_type": OUR_MODEL_TYPE, **values, **ours, "hidden_act": "silu", "rope_parameters": rope}
+        if self.indexer_types is not None:
+            values["indexer_types"] = list(self.indexer_types)
         return {
             "architectures": ["GlmMoeDsaForCausalLM"],
             "model_type": "glm_moe_dsa",
@@ -112,18 +229,20 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: dict) -> "ModelConfig":
         """From a transformers config.json. ValueError when it asks for something this model does not have."""
-        if config.get("model_type") != "glm_moe_dsa":
-            raise ValueError(f"model_type must be glm_moe_dsa, got {config.get('model_type')!r}")
+        if config.get("model_type") not in ("glm_moe_dsa", OUR_MODEL_TYPE):
+            raise ValueError(f"model_type must be glm_moe_dsa or {OUR_MODEL_TYPE}, got {config.get('model_type')!r}")
         for key, required in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
             if config.get(key, required) != required:
                 raise ValueError(f"{key}={config[key]!r} is not supported (only {required!r})")
-        if "shared" in (config.get("indexer_types") or []):
-            raise ValueError("indexer_types with shared layers (GLM-5.2) is not supported")
         rope = config.get("rope_parameters") or {}
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (only 'default')")
-        fields = {field.name for field in dataclasses.fields(cls)}
-        values = {key: value for key, value in config.items() if key in fields and key != "rope_theta"}
+        fields = {field.name for field in dataclasses.fields(cls)} - {"rope_theta"}
+        if config["model_type"] == "glm_moe_dsa":
+            fields -= set(OUR_FIELDS)  # num_key_value_heads, head_dim and layer_types mean something else there
+        values = {key: value for key, value in config.items() if key in fields}
+        if config["model_type"] == "glm_moe_dsa":
+            values["indexer_types"] = _indexer_types(config)
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
             raise ValueError("config.json has no rope_theta (rope_parameters.rope_theta)")
@@ -136,26 +255,60 @@ class ModelConfig:
         Keys: backbone (no embeddings, head or MTP), hf (backbone + embeddings + head: what transformers instantiates),
         backbone_mtp (no embeddings or head), everything. Active: routed experts counted per token.
         """
-        h, q, kv, heads = self.hidden_size, self.q_lora_rank, self.kv_lora_rank, self.num_attention_heads
-        attention = h * q + q + q * heads * self.qk_head_dim + h * (kv + self.qk_rope_head_dim) + kv
-        attention += kv * heads * (self.qk_nope_head_dim + self.v_head_dim) + heads * self.v_head_dim * h
-        d = self.index_head_dim
-        indexer = q * self.index_n_heads * d + h * d + 2 * d + h * self.index_n_heads
+        h = self.hidden_size
         expert = 3 * h * self.moe_intermediate_size
-        common = attention + indexer + 2 * h
         router = self.n_routed_experts * h
         moe = {
-            "total": common + router + (self.n_routed_experts + self.n_shared_experts) * expert,
-            "active": common + router + (self.num_experts_per_tok + self.n_shared_experts) * expert,
+            "total": router + (self.n_routed_experts + self.n_shared_experts) * expert,
+            "active": router + (self.num_experts_per_tok + self.n_shared_experts) * expert,
         }
         embed = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+        layers, dense = self.num_hidden_layers, self.first_k_dense_replace
+        attention = sum(sum(self.attention_parameters(layer).values()) for layer in range(layers))
         counts: dict[str, dict[str, int]] = {"backbone": {}, "hf": {}, "backbone_mtp": {}, "everything": {}}
         for kind in ("total", "active"):
-            dense = self.first_k_dense_replace * (common + 3 * h * self.intermediate_size)
-            backbone = dense + (self.num_hidden_layers - self.first_k_dense_replace) * moe[kind] + h
-            mtp = self.num_nextn_predict_layers * (moe[kind] + 2 * h * h + 3 * h)
+            backbone = attention + layers * 2 * h + h
+            backbone += dense * 3 * h * self.intermediate_size + (layers - dense) * moe[kind]
+            one = sum(self.attention_parameters(layers).values()) + 2 * h + moe[kind] + 2 * h * h + 3 * h
+            mtp = self.num_nextn_predict_layers * one
             counts["backbone"][kind] = backbone
             counts["hf"][kind] = backbone + embed
             counts["backbone_mtp"][kind] = backbone + mtp
             counts["everything"][kind] = backbone + mtp + embed
         return counts
+
+    def attention_parameters(self, layer: int) -> dict[str, int]:
+        """Parameters of one layer's attention by kind: matrices, indexer, and norms (with all else that is not a matrix)."""
+        h, q, kv, heads = self.hidden_size, self.q_lora_rank, self.kv_lora_rank, self.num_attention_heads
+        qk, v, groups, kind = self.qk_head_dim, self.value_head_dim, self.kv_heads, self.kind(layer)
+        if self.attention == "mla":
+            matrices = h * q + q * heads * qk + h * (kv + self.qk_rope_head_dim)
+            matrices += kv * heads * (self.qk_nope_head_dim + v) + heads * v * h
+            norms = q + kv
+        else:
+            matrices, norms = h * heads * qk + h * groups * (qk + v) + heads * v * h, 0
+        if kind == "gdn":
+            matrices += 2 * heads * h + heads * v * h  # beta, decay, output gate
+            channels = heads * qk + groups * (qk + v)
+            norms += channels * self.linear_conv_kernel_dim + 2 * heads + v
+        indexer = 0
+        if self.has_indexer(layer):
+            d = self.index_head_dim
+            indexer = q * self.index_n_heads * d + h * d + 2 * d + h * self.index_n_heads
+        return {"attention": matrices, "indexer": indexer, "norms": norms}
+
+
+def _indexer_types(config: dict) -> tuple[str, ...] | None:
+    """Full or shared per backbone layer, from `indexer_types` or the schedule keys, as transformers' GlmMoeDsaConfig derives it.
+
+    An entry for the MTP layer is dropped: that layer has an indexer of its own.
+    """
+    layers, types = config["num_hidden_layers"], config.get("indexer_types")
+    if types is None:
+        types = config.get("index_topk_pattern")
+        if isinstance(types, str):
+            types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
+    if types is None:
+        freq, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
+    return tuple(types[:layers])

@@ -32,7 +32,7 @@ class MtpLayer(Block):
     """A whole MoE decoder block plus the projections that merge the next token's embedding; stored from layer N on."""
 
     def __init__(self, cfg: ModelConfig):
-        super().__init__(cfg, dense=False)
+        super().__init__(cfg, layer=cfg.num_hidden_layers, dense=False)
         self.enorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * cfg.hidden_size, cfg.hidden_size, bias=False)

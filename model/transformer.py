@@ -42,7 +42,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         blocks: list[nn.Module] = [
-            Block(cfg, dense=i < cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)
+            Block(cfg, i, dense=i < cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)
         ]
         blocks += [MtpLayer(cfg) for _ in range(cfg.num_nextn_predict_layers)]
         self.layers = nn.ModuleList(blocks)
@@ -125,6 +125,11 @@ class GlmMoeDsa(nn.Module):
         """
         if attention not in ("sparse", "dense"):
             raise ValueError(f"attention must be 'sparse' or 'dense', got {attention!r}")
+        if self.cfg.attention != "mla" and (attention == "sparse" or index_loss_rows is not None):
+            raise ValueError(
+                f"DSA (attention='sparse', index_loss_rows) needs model.attention 'mla', this model has {self.cfg.attention!r}: "
+                "call it with attention='dense'"
+            )
         if mtp_depth and self.mtp is None:
             raise ValueError("mtp_depth > 0 but the model has no MTP layer (num_nextn_predict_layers is 0)")
         batch, size = input_ids_bs.shape
@@ -141,10 +146,12 @@ class GlmMoeDsa(nn.Module):
             cis_bsr = self.rope(positions_bs)
             hidden_bsh = self.model.embed_tokens(input_ids_bs)
         index_losses, aux_losses, out = [], [], ModelOutput(hidden_bsh)
+        masks = None
         for block in self.blocks:
-            result = block(hidden_bsh, cis_bsr, args)
-            hidden_bsh = result.hidden_bsh
-            index_losses.append(result.index_loss)
+            result = block(hidden_bsh, cis_bsr, args, masks)
+            hidden_bsh, masks = result.hidden_bsh, result.masks
+            if result.index_loss is not None:
+                index_losses.append(result.index_loss)
             if result.counts_e is not None:
                 out.router_counts.append(result.counts_e)
                 aux_losses.append(result.aux_loss)
@@ -165,6 +172,8 @@ class GlmMoeDsa(nn.Module):
         if index_loss_rows is not None:
             if mtp_depth:  # outside of `frozen`: this loss has a gradient even where nothing else has
                 index_losses.append(torch.stack([r.index_loss for r in results]).mean())
+            if not index_losses:
+                raise ValueError("index_loss_rows asks for the indexer's loss, but no layer that ran has an indexer")
             out.index_loss = torch.stack(index_losses).sum()
         if aux_losses and all(a is not None for a in aux_losses):
             out.aux_loss = torch.stack(aux_losses).sum()

@@ -79,23 +79,27 @@ class HookedAttention(nn.Module):
         self.mla = attention
         for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
             setattr(attention, part, HookedLinear(f"{name}.{part}", apply))
-        attention.indexer.wq_b = HookedLinear(f"{name}.indexer.wq_b", apply)
+        if attention.indexer is not None:
+            attention.indexer.wq_b = HookedLinear(f"{name}.indexer.wq_b", apply)
 
-    def forward(self, x_bsh, cis_bsr, *, attention="sparse", **_):
-        mla = self.mla
+    def forward(self, x_bsh, cis_bsr, *, attention="sparse", shared_masks=None, **_):
+        mla, masks = self.mla, None
         c_q = mla.project_q_latent(x_bsh)
         q_bshd = torch.cat(mla.project_q(c_q, cis_bsr), dim=-1)
         k_bthd, v_bthv = mla.expand_kv(*mla.project_kv_latent(x_bsh, cis_bsr))
         q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bthd, v_bthv))
         if attention == "sparse" and x_bsh.shape[1] > mla.topk:
-            o = masked_attention(q, k, v, mla.indexer.select(c_q, x_bsh, cis_bsr), mla.softmax_scale)
+            masks = mla.indexer.select(c_q, x_bsh, cis_bsr) if mla.indexer is not None else shared_masks
+            o = masked_attention(q, k, v, masks, mla.softmax_scale)
         else:
             o = dense_attention(q, k, v, mla.softmax_scale)
-        return mla.output(o.transpose(1, 2)), None
+        return mla.output(o.transpose(1, 2)), None, masks
 
 
 def hook_linears(model: GlmMoeDsa, apply: LinearFn) -> GlmMoeDsa:
     """Replace, in place, every product the recipe quantizes by `apply(module name, x)`. For scoring only. Returns the model."""
+    if model.cfg.attention != "mla" or model.cfg.layer_types is not None:
+        raise ValueError("the integer emulator computes full MLA layers only: model.attention 'mla' and no model.layer_types")
     for layer, block in enumerate(model.blocks):
         name = f"model.layers.{layer}"
         block.self_attn = HookedAttention(block.self_attn, f"{name}.self_attn", apply)

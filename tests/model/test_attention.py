@@ -19,7 +19,7 @@ def setup(size=40, **changes):
 
 def run(mla, x, cis, monkeypatch, path, **kw):
     monkeypatch.setattr(model.attention, "attention_path", lambda size, topk: path)
-    out, loss = mla(x, cis, **kw)
+    out, _, _ = mla(x, cis, **kw)
     params = [p for n, p in sorted(mla.named_parameters()) if "indexer" not in n]
     return out, torch.autograd.grad((out * out.detach().sin()).sum(), [x, *params])
 

@@ -96,7 +96,8 @@ def test_bad_configs_are_named(change, message):
     [
         ({"model_type": "llama"}, "model_type must be"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"indexer_types": ["full", "shared", "full"]}, "shared"),
+        ({"indexer_types": ["shared", "full", "full"]}, "must begin with 'full'"),
+        ({"indexer_types": ["full", "half", "full"]}, "indexer_types has 'half'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"rope_parameters": None}, "no rope_theta"),
     ],
