@@ -99,6 +99,11 @@ class Stage:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    @property
+    def evidence(self) -> Path:
+        """Where what explains a fault is kept, beyond the stage's end: refused batches and their story."""
+        return self.root / "work" / "evidence" / self.name
+
     def rng_seed(self, *item: object) -> int:
         """63-bit seed of one random choice: from (seed, stage, item)."""
         return derive_seed(self.seed, self.name, *item)
@@ -144,6 +149,18 @@ class Stage:
         """A small file for the MLflow run."""
         if self._record:
             self._record.artifact(Path(path))
+
+    def child(self, name: str, params: dict) -> Any | None:
+        """An MLflow run nested below the stage's, for one variant of an ablation; None where nothing is recorded.
+
+        Has log(step, values), metric(values) and close(status), which the caller must call.
+        """
+        if not self._record or not self._record.id:
+            return None
+        from tasks import tracking
+
+        tags = {"stage": self.name, "variant": name, "mlflow.parentRunId": self._record.id}
+        return tracking.open_record(self.root / "work" / "spool", f"{self.name}/{name}", flatten_params(params), tags)
 
     # records
     def seen(self, n: int = 1) -> None:
