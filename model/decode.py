@@ -43,7 +43,7 @@ class Decoder:
     """Cached decoding for a `GlmMoeDsa` model.
 
     dtype: "float32" follows training to rounding; "bfloat16" computes in bf16, "int8" rounds every weight matrix to per-row
-    int8: both are rollout modes that differ from training on purpose (IcePop's case, §3.2).
+    int8, "fp8" to e4m3 in blocks of 128 x 128: rollout modes that differ from training on purpose (IcePop's case, §3.2).
     Weights are read from the model at each generate or score call, so an optimizer step needs no message; with
     auto_refresh=False the caller says `refresh()` (the engine does).
     """

@@ -1,4 +1,4 @@
-"""The decoder's view of a model's weights: fused projections, the absorbed halves of kv_b_proj, optional bf16 or int8 rounding.
+"""The decoder's view of a model's weights: fused projections, the absorbed halves of kv_b_proj, optional rounding.
 
     python -m pytest tests/model/test_decode.py
 
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.fp8 import round_to_fp8
+
 LATENT_EPS = 1e-6  # q_a/kv_a latent norms and the indexer's LayerNorm (notes A.1, B.2), whatever rms_norm_eps is
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8", "fp8")
 
 
 @dataclass
@@ -65,7 +67,8 @@ class DecoderWeights:
             return named[name].detach().to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
 
         def matrix(name: str) -> torch.Tensor:
-            return _int8_round(vector(name)) if dtype == "int8" else vector(name)
+            rounded = {"int8": _int8_round, "fp8": round_to_fp8}.get(dtype)
+            return rounded(vector(name)) if rounded else vector(name)
 
         layers = []
         for layer in range(cfg.num_hidden_layers):

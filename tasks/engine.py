@@ -252,7 +252,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free port")
     parser.add_argument("--port-file", type=Path, help="where the port is written once the engine answers")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the decoder")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8", "fp8"), default="float32")
     parser.add_argument("--max-rows", type=int, default=0, help="rows of a shared batch; 0: one request, one batch")
     parser.add_argument("--seed", type=int, default=0, help="for requests without a sampling_seed")
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in --model")

@@ -1,4 +1,4 @@
-"""Integer and fp8 weight kernels: exact codes, scale rules, SSZ, nibble layouts, int32 accumulation."""
+"""Integer weight kernels: exact codes, scale rules, SSZ, nibble layouts, int32 accumulation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.fp8 import dequantize_fp8_blocks, quantize_fp8_blocks
 from kernels.int4 import (
     decode_int4,
     encode_int4,
@@ -128,15 +127,3 @@ def test_quantized_linear_is_the_integer_formula():
     assert torch.equal(quantized_linear(torch.zeros(2, 64), codes, scale), torch.zeros(2, 12))
     reference = x @ decode_int4(codes, scale).T
     assert ((got - reference).norm() / reference.norm()).item() < 0.02
-
-
-def test_fp8_blocks_keep_each_block_at_its_own_scale():
-    weight = gaussian(200, 300, seed=6)
-    weight[:128, :128] *= 1e-4
-    values, scale = quantize_fp8_blocks(weight)
-    assert values.dtype == torch.float8_e4m3fn and scale.shape == (2, 3)
-    back = dequantize_fp8_blocks(values, scale)
-    for rows, columns in ((slice(0, 128), slice(0, 128)), (slice(128, 200), slice(256, 300))):
-        error = (back - weight)[rows, columns].norm() / weight[rows, columns].norm()
-        assert error < 0.04  # e4m3 keeps 3 mantissa bits; one scale for the matrix would lose the small block
-    assert torch.equal(scale[1, 2], weight[128:, 256:].abs().max() / 448)

@@ -198,7 +198,7 @@ def test_weights_are_read_live():
     torch.testing.assert_close(torch.tensor(after), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "low", "high"), [("bfloat16", 1e-4, 0.3), ("int8", 1e-5, 0.3)])
+@pytest.mark.parametrize(("dtype", "low", "high"), [("bfloat16", 1e-4, 0.3), ("int8", 1e-5, 0.3), ("fp8", 1e-3, 0.3)])
 def test_rollout_dtypes_inject_a_mismatch(dtype, low, high):
     model = build(512)
     rows = prompts([40] * 4, seed=8)
