@@ -20,6 +20,7 @@ from pydantic import Field
 from model.checkpoint import load_checkpoint, save_checkpoint
 from tasks.chat import render_tokens
 from tasks.engine_client import EngineProcess
+from tasks.engine_fleet import fleet
 from tasks.files import atomic_dir
 from tasks.problems import build_all, mix, samples
 from tasks.rl import PolicyConfig, load_state, save_state
@@ -37,6 +38,7 @@ class RunConfig(StageConfig):
     steps: int = Field(ge=1, description="rollout batches")
     prompts: int = Field(32, ge=1, description="problems of one rollout batch")
     group_size: int = Field(8, ge=1, description="trajectories of one problem")
+    engines: int = Field(1, ge=1, description="rollout engine processes, each with a share of every batch")
     checkpoint_every: int = Field(5, ge=1, description="steps between resume checkpoints in scratch")
     permute_advantages: bool = Field(False, description="control experiment: advantages shuffled over the batch")
     policy: PolicyConfig = PolicyConfig()
@@ -73,8 +75,9 @@ class PolicyRun(contextlib.AbstractContextManager):
             self.stage.print(f"resumed at step {self.first} of {self.config.steps}")
             start = self._write()
         with contextlib.ExitStack() as stack:
-            process = stack.enter_context(EngineProcess(start, threads=self._threads, weight_version=self.first))
-            self.engine = process.client
+            self.engine = fleet(
+                stack, start, self.config.engines, EngineProcess, threads=self._threads, weight_version=self.first
+            )
             self.gate()
             if self.before is None:
                 self.before = self.evaluate()
