@@ -71,7 +71,14 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * m, h))
         self.down_proj = nn.Parameter(torch.empty(e, h, m))
 
-    def forward(self, x_nh, index_nk, weight_nk) -> torch.Tensor:
+    def start(self, x_nh: torch.Tensor, index_nk: torch.Tensor, weight_nk: torch.Tensor) -> tuple:
+        """Begin routed work that `finish` ends. Where experts are spread over ranks (model/expert_parallel.py), tokens travel
+        in between."""
+        return x_nh, index_nk, weight_nk
+
+    def finish(self, started: tuple) -> torch.Tensor:
+        """The routed experts' output [N,H]."""
+        x_nh, index_nk, weight_nk = started
         return grouped_experts(x_nh, self.gate_up_proj, self.down_proj, index_nk, weight_nk)
 
 
@@ -91,8 +98,9 @@ class MoE(nn.Module):
         """(output [B,S,H], tokens per expert int64 [E], sequence balance loss or None without gradient)."""
         flat_nh = x_bsh.reshape(-1, x_bsh.shape[-1])
         scores_ne, index_nk, weight_nk = self.gate(flat_nh)
-        out_nh = grouped_experts(flat_nh, self.experts.gate_up_proj, self.experts.down_proj, index_nk, weight_nk)
-        out_bsh = out_nh.view(x_bsh.shape) + self.shared_experts(x_bsh)
+        started = self.experts.start(flat_nh, index_nk, weight_nk)
+        shared_bsh = self.shared_experts(x_bsh)
+        out_bsh = self.experts.finish(started).view(x_bsh.shape) + shared_bsh
         batch, size = x_bsh.shape[:2]
         counts_be = self._counts(index_nk.view(batch, -1), token_mask_bs)
         aux = None
