@@ -239,6 +239,11 @@ def run_lm(
         logits = max_attention_logits(model, window.to(next(model.parameters()).device))
         return flat_heldout(found) | {"val/max_attention_logit": max(logits)}
 
+    def describe(step: int) -> dict[str, Any]:
+        """Which data a step sees, for the story of a refused batch."""
+        first, rows = batch_size.first_row(step), batch_size.rows_at(step)
+        return {"first_row": first, "rows": [list(sampler.mixture.row(r)) for r in range(first, first + rows)]}
+
     optimizer = make_optimizer(stage, model, train)
     trainer = Trainer(
         stage,
@@ -251,9 +256,11 @@ def run_lm(
         lr_factor=lambda step: rate.factor((batch_size.tokens_before(step) + batch_size.tokens_before(step + 1)) // 2),
         settings=config.loop,
         evaluate=evaluate,
+        describe=describe,
     )
     trainer.run()
-    if not results:  # resumed after the last step: the measurement is deterministic, so make it again
+    if not results or trainer.step != batch_size.steps:
+        # Resumed after the last step, or an earlier checkpoint was the best: measure the weights that are written.
         evaluate(model.eval(), trainer.step)
     out = stage.out(stage.spec.outs[0])
     tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else checkpoint_dep(stage)

@@ -5,7 +5,7 @@ Check it:  python -m pytest tests/tasks/test_trainer.py
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.muon import OptimConfig
 
@@ -39,11 +39,31 @@ class OptimizerSettings(Section):
         return OptimConfig(**self.model_dump(), train=train)
 
 
+class GuardSettings(Section):
+    """When a step's loss is refused (tasks/guard.py). A loss is a spike when all three bounds are passed."""
+
+    on: bool = Field(True, description="false: the first loss or gradient that is not finite stops the run")
+    window: int = Field(64, ge=2, description="accepted losses that say what is normal")
+    history: int = Field(
+        32, ge=1, description="accepted losses before spikes are looked for (losses fall fast at first)"
+    )
+    mads: float = Field(12.0, gt=0, description="bound 1: robust deviations above the window's median")
+    rise: float = Field(0.5, ge=0, description="bound 2: above the window's largest loss by this (nats)")
+    max_rewinds: int = Field(3, ge=0, description="faults of one run after which it gives up")
+
+
 class LoopSettings(Section):
     """What the loop itself needs."""
 
     grad_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0 turns clipping off")
     checkpoint_every: int = Field(50, ge=1, description="steps between resume checkpoints in scratch")
+    keep_last: int = Field(
+        2, ge=1, description="resume checkpoints kept; a damaged newest falls back to the one before"
+    )
+    async_save: bool = Field(False, description="write checkpoints in a thread, from a copy in host memory")
+    keep_best: str | None = Field(None, description="held-out number whose best checkpoint is kept, as val/all/loss")
+    keep_best_goal: str = Field("min", pattern="^(min|max)$", description="which keep_best value is best")
+    best_as_output: bool = Field(False, description="the stage's output is the best checkpoint, not the last")
     log_every: int = Field(10, ge=1, description="steps between points of the curves")
     eval_every: int = Field(0, ge=0, description="steps between held-out evaluations; 0: only at the end")
     router_bias_rate: float = Field(1e-3, ge=0, description="step of the router's balancing bias (0: frozen)")
@@ -53,3 +73,18 @@ class LoopSettings(Section):
     precision: str = Field(
         "float32", pattern="^(float32|bfloat16)$", description="of the arithmetic; weights stay fp32"
     )
+    router_window: int = Field(50, ge=1, description="steps over which an expert's share of the load is judged")
+    router_dead_share: float = Field(
+        0.05, ge=0, lt=1, description="an expert below this part of its fair share over the window is called dead"
+    )
+    recompute: str = Field(
+        "none", pattern="^(none|selective|block)$", description="activations computed again in the backward"
+    )
+    offload: bool = Field(False, description="activations wait for the backward in host memory")
+    guard: GuardSettings = GuardSettings()
+
+    @model_validator(mode="after")
+    def _best_is_named(self) -> LoopSettings:
+        if self.best_as_output and self.keep_best is None:
+            raise ValueError("best_as_output needs keep_best, the name of the held-out number that decides")
+        return self

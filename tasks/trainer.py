@@ -5,8 +5,8 @@
 
 A run is resumed from the newest checkpoint in the stage's scratch directory (weights, optimizer state, counters, all
 written whole or not at all) and ends with the weights an uninterrupted run would have: batches and schedules depend on
-the step alone and nothing else is random. Loss and gradient norm are checked at every step; the first that is not finite
-stops the run, names the step and keeps the batch.
+the step alone and nothing else is random. Loss and gradient norm are checked at every step before the weights change; one
+that is not finite, or a spike, has its batch kept, rewinds the run and is skipped on the replay (tasks/guard.py).
 
 Check it:  python -m pytest tests/tasks/test_trainer.py
 """
@@ -14,33 +14,26 @@ Check it:  python -m pytest tests/tasks/test_trainer.py
 from __future__ import annotations
 
 import contextlib
-import json
-import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, format_ownership, ownership_table
-from tasks.files import atomic_dir
+from tasks.guard import Guard, NonFiniteError, StepFault
+from tasks.resume import Found, ResumeStore
+from tasks.router_watch import RouterWatch, moe_layers
 from tasks.settings import LoopSettings, OptimizerSettings, Section
 
-__all__ = ["Batch", "LoopSettings", "Objective", "OptimizerSettings", "Section", "Trainer"]
+__all__ = ["Batch", "LoopSettings", "NonFiniteError", "Objective", "OptimizerSettings", "Section", "Trainer"]
 
 Batch = dict[str, Tensor]
 Objective = Callable[[nn.Module, Batch, int], tuple[Tensor, dict[str, Any]]]
 
 IGNORE = -100
-
-
-class NonFiniteError(ValueError):
-    """Loss or gradient was not finite; the message names the step and the saved batch."""
 
 
 def pick_device() -> torch.device:
@@ -104,6 +97,7 @@ class Trainer:
         lr_factor: Callable[[int], float],
         settings: LoopSettings,
         evaluate: Callable[[nn.Module, int], Mapping[str, float]] | None = None,
+        describe: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ) -> None:
         if steps < 1:
             raise ValueError(f"a training run needs at least one step, got {steps}")
@@ -114,53 +108,85 @@ class Trainer:
         self.step = 0
         self.counters: dict[str, float] = {"tokens": 0.0}
         self.last_eval: dict[str, float] = {}
+        self.best: dict[str, Any] | None = None
+        self.describe = describe
+        self.store = ResumeStore(stage.scratch, settings.keep_last, stage.print, settings.async_save)
+        self.guard = Guard(settings.guard, stage.scratch, stage.evidence)
+        self.router = RouterWatch(moe_layers(model), settings.router_window, settings.router_dead_share, stage.print)
 
     # resume
-    def _checkpoints(self) -> list[Path]:
-        return sorted(p for p in self.stage.scratch.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name))
+    def save(self, *, best: bool = False) -> None:
+        """Write the resume checkpoint of the current step and drop older ones; `best` replaces the best one instead."""
+        state = {
+            "step": self.step,
+            "counters": self.counters,
+            "last_eval": self.last_eval,
+            "best": self.best,
+            "losses": self.guard.history,
+            "router": self.router.state(),
+        }
+        files = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_tensors()}
+        self.store.save(self.step, files, state, best=best)
 
-    def save(self) -> None:
-        """Write the resume checkpoint of the current step and drop older ones."""
-        with atomic_dir(self.stage.scratch / f"step-{self.step:08d}") as folder:
-            save_file({k: v.contiguous() for k, v in self.model.state_dict().items()}, folder / "model.safetensors")
-            save_file(
-                {k: v.contiguous() for k, v in self.optimizer.state_tensors().items()}, folder / "optimizer.safetensors"
-            )
-            state = {"step": self.step, "counters": self.counters, "last_eval": self.last_eval}
-            (folder / "trainer.json").write_text(json.dumps(state, sort_keys=True))
-        for old in self._checkpoints()[:-1]:
-            shutil.rmtree(old)
+    def _restore(self, found: Found) -> None:
+        self.model.load_state_dict(found.files["model"])
+        self.optimizer.load_state_tensors(found.files["optimizer"])
+        state = found.state
+        self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
+        self.best, self.guard.history = state["best"], state["losses"]
+        self.router.load_state(state["router"])
 
     def resume(self) -> bool:
-        """Load the newest resume checkpoint if there is one."""
-        found = self._checkpoints()
-        if not found:
+        """Load the newest whole resume checkpoint if there is one."""
+        found = self.store.load()
+        if found is None:
             return False
-        folder = found[-1]
-        self.model.load_state_dict(load_file(folder / "model.safetensors"))
-        self.optimizer.load_state_tensors(load_file(folder / "optimizer.safetensors"))
-        state = json.loads((folder / "trainer.json").read_text())
-        self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
+        self._restore(found)
         self.stage.print(f"resumed at step {self.step} of {self.steps}")
         return True
+
+    def _rewind(self, fault: StepFault) -> None:
+        """Back to the newest checkpoint before what is skipped. Raises NonFiniteError when the guard gives the run up."""
+        self.optimizer.zero_grad(set_to_none=True)
+        event = self.guard.refuse(self.step, fault, self.describe(self.step))
+        found = self.store.load(at_most=event.skipped[0])
+        if found is None:
+            raise NonFiniteError(f"step {self.step}: {fault.reason}; there is no whole checkpoint left to go back to")
+        at = self.step
+        self._restore(found)
+        self.store.drop_after(self.step)
+        self.stage.log(at + 1, guard_events=len(self.guard.events))
+        skipped = ", ".join(map(str, event.skipped))
+        self.stage.print(
+            f"warning: step {at}: {event.reason}. Back to step {self.step}; skipping step {skipped}; batch kept as "
+            f"{event.batch}"
+        )
 
     # the loop
     def run(self) -> dict[str, float]:
         """Train to the last step. Returns the last evaluation's numbers. Raises NonFiniteError (a ValueError)."""
         self.stage.print("optimizer:\n" + format_ownership(ownership_table(self.model, self.optimizer.cfg)))
-        self.resume()
+        if not self.resume() and self.settings.guard.on:
+            self.save()  # what the guard goes back to before the first regular checkpoint
         began, cpu, first, reported = time.monotonic(), time.process_time(), self.step, time.monotonic()
         tokens_at_start = self.counters["tokens"]
         while self.step < self.steps:
-            logs = self._one_step()
+            self.store.check()
+            logs: dict[str, float] = {"guard_skipped": 1.0}
+            if self.step not in self.guard.skipped:
+                try:
+                    logs = self._one_step()
+                except StepFault as fault:
+                    self._rewind(fault)
+                    continue
             self.step += 1
             last = self.step == self.steps
-            if last or self.step % self.settings.log_every == 0 or self.step == 1:
+            if last or self.step % self.settings.log_every == 0 or self.step == 1 or "guard_skipped" in logs:
                 self.stage.log(self.step, **logs)
-            if last or time.monotonic() - reported >= 5:
+            if "loss" in logs and (last or time.monotonic() - reported >= 5):
                 reported = time.monotonic()
                 speed = (self.counters["tokens"] - tokens_at_start) / (reported - began)
-                left = (reported - began) / (self.step - first) * (self.steps - self.step)
+                left = (reported - began) / max(1, self.step - first) * (self.steps - self.step)
                 self.stage.print(
                     f"step {self.step}/{self.steps} loss {logs.get('lm_loss', logs['loss']):.3f} "
                     f"grad {logs.get('grad_norm', logs.get('index_grad_norm', 0.0)):.2f} "
@@ -170,6 +196,7 @@ class Trainer:
                 self._evaluate()
             if last or self.step % self.settings.checkpoint_every == 0:
                 self.save()
+        self.store.wait()
         if self.step > first:
             wall = time.monotonic() - began
             self.stage.timing(
@@ -177,6 +204,12 @@ class Trainer:
                 train_cpu_seconds=time.process_time() - cpu,
                 tokens_per_second=(self.counters["tokens"] - tokens_at_start) / wall,
             )
+        if self.settings.best_as_output and self.best and self.best["step"] != self.step:
+            self.stage.print(f"output: the best checkpoint, of step {self.best['step']}: {self.best}")
+            self._restore(self.store.load_best())
+        self.stage.metric(guard=self.guard.summary(), dead_expert_alarms=self.router.alarms)
+        if self.best:
+            self.stage.metric(best=self.best)
         return dict(self.last_eval)
 
     def _one_step(self) -> dict[str, float]:
@@ -195,9 +228,6 @@ class Trainer:
                 continue
             with computing_in(self.model, getattr(torch, self.settings.precision)):
                 loss, extra = self.objective(self.model, batch, self.step)
-            value = float(loss.detach())
-            if value != value or abs(value) == float("inf"):
-                raise self._not_finite("loss", value, batch)
             share = count / total
             (loss * share).backward()
             for i, c in enumerate(extra.pop("router_counts", None) or []):
@@ -205,17 +235,18 @@ class Trainer:
                     router_counts[i] = router_counts[i] + c
                 else:
                     router_counts.append(c)
-            for key, number in {"loss": value, **extra}.items():
+            for key, number in {"loss": loss.detach(), **extra}.items():
                 logs[key] = logs.get(key, 0.0) + share * float(number)
         norms = self._clip()
-        for name, norm in norms.items():
-            if norm != norm or norm == float("inf"):
-                raise self._not_finite(name.replace("grad_norm", "gradient norm"), norm, *micro_batches)
+        reason = self.guard.judge(logs.get("lm_loss", logs["loss"]), {"loss": logs["loss"], **norms})
+        if reason is not None:
+            raise StepFault(reason, micro_batches)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if router_counts:
             # The worst layer's fullest expert against an even split: 1 is perfect balance.
             logs["router_max_load"] = max(float(c.max() * c.numel() / c.sum().clamp(min=1)) for c in router_counts)
+            logs |= self.router.add(router_counts)
             limit = self.settings.router_bias_tokens
             if self.settings.router_bias_rate and (limit is None or self.counters["tokens"] < limit):
                 self.model.update_router_bias(router_counts, self.settings.router_bias_rate)
@@ -241,12 +272,15 @@ class Trainer:
         self.stage.log(self.step, **self.last_eval)
         shown = "  ".join(f"{k} {v:.3f}" for k, v in self.last_eval.items() if "bits_per_byte" in k or "accuracy" in k)
         self.stage.print(f"step {self.step} held out: {shown}")
+        self._keep_best()
 
-    def _not_finite(self, what: str, value: float, *batches: Batch) -> NonFiniteError:
-        path = self.stage.scratch / f"bad-batch-step-{self.step:08d}.safetensors"
-        tensors = {f"{i}.{k}": v.cpu().contiguous() for i, batch in enumerate(batches) for k, v in batch.items()}
-        save_file(tensors, path)
-        return NonFiniteError(
-            f"step {self.step}: {what} is {value}; the batch is kept in {path}. Lower the learning rate, clip harder, or "
-            "look at the batch"
-        )
+    def _keep_best(self) -> None:
+        name, goal = self.settings.keep_best, self.settings.keep_best_goal
+        if name is None:
+            return
+        if name not in self.last_eval:
+            raise ValueError(f"keep_best names {name!r}; the evaluation has {', '.join(sorted(self.last_eval))}")
+        value = self.last_eval[name]
+        if self.best is None or (value < self.best["value"] if goal == "min" else value > self.best["value"]):
+            self.best = {"step": self.step, "name": name, "value": value}
+            self.save(best=True)

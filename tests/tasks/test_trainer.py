@@ -1,15 +1,14 @@
-"""The loop: resume is exact, accumulation is exact, a non-finite loss stops with its batch kept."""
+"""The loop: resume is exact, accumulation is exact, keeping the best. Faults: test_guard.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from model.muon import OptimConfig, build_optimizer
 from tasks.objectives import IndexerWarmup, LanguageModeling
-from tasks.trainer import LoopSettings, NonFiniteError, Trainer, batch_count, computing_in, split_batch
+from tasks.trainer import LoopSettings, Trainer, batch_count, computing_in, split_batch
 from tests.tasks.lm_case import micro_model, random_ids
 
 VOCAB, STEPS = 20, 12
@@ -35,13 +34,17 @@ class FakeStage:
     """Scratch and logs of a stage in a test's directory."""
 
     def __init__(self, path):
-        self.scratch, self.points, self.lines = path, {}, []
+        self.scratch, self.evidence = path, path / "evidence"
+        self.points, self.lines, self.metrics = {}, [], {}
 
     def log(self, step, **values):
         self.points.setdefault(step, {}).update(values)
 
     def print(self, message):
         self.lines.append(message)
+
+    def metric(self, **values):
+        self.metrics.update(values)
 
     def timing(self, **seconds):
         self.lines.append(str(seconds))
@@ -138,23 +141,6 @@ def test_accumulation_equals_one_big_batch(tmp_path):
     assert small.stage.points[STEPS]["loss"] == pytest.approx(big.stage.points[STEPS]["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient norm"])
-def test_not_finite_stops_names_the_step_and_keeps_the_batch(tmp_path, where):
-    def bad(model, batch, step):
-        loss, logs = objective(model, batch, step)
-        if step == 5:
-            # sqrt at zero: the value is finite, its gradient is not.
-            loss = loss * float("nan") if where == "loss" else loss + (model.up.weight * 0).sum().sqrt()
-        return loss, logs
-
-    trainer = make(tmp_path / "a", objective=bad)
-    with pytest.raises(NonFiniteError, match=f"step 5: {where}") as error:
-        trainer.run()
-    kept = trainer.stage.scratch / "bad-batch-step-00000005.safetensors"
-    assert str(kept) in str(error.value)
-    assert torch.equal(load_file(kept)["0.input_ids_bs"], batches(5)[0]["input_ids_bs"])
-
-
 def test_clipping_bounds_the_gradient(tmp_path):
     trainer = make(tmp_path / "a", grad_clip=1e-6)
     seen = []
@@ -167,6 +153,40 @@ def test_clipping_bounds_the_gradient(tmp_path):
     )
     trainer.run()
     assert max(seen) <= 1.01e-6 and trainer.stage.points[1]["grad_norm"] > 1e-3
+
+
+def test_the_best_evaluation_can_be_the_output(tmp_path):
+    """The value falls until step 6 and rises again: best/ holds step 6, and as output it comes back."""
+    values = {3: 5.0, 6: 1.0, 9: 2.0, 12: 4.0}
+    weights = {}
+
+    def evaluate(model, step):
+        weights[step] = {k: v.clone() for k, v in model.state_dict().items()}
+        return {"val/loss": values[step]}
+
+    for kill_at in (None, 7, 10):
+        path = tmp_path / str(kill_at)
+        settings = {"eval_every": 3, "keep_best": "val/loss", "best_as_output": True}
+        if kill_at:
+            trainer = make(path, kill_at=kill_at, **settings)
+            trainer.evaluate = evaluate
+            with pytest.raises(Killed):
+                trainer.run()
+        trainer = make(path, **settings)
+        trainer.evaluate = evaluate
+        assert trainer.run() == {"val/loss": 1.0}
+        assert trainer.stage.metrics["best"] == {"step": 6, "name": "val/loss", "value": 1.0} and trainer.step == 6
+        assert all(torch.equal(v, weights[6][k]) for k, v in trainer.model.state_dict().items())
+        assert not torch.equal(weights[6]["up.weight"], weights[12]["up.weight"])
+    last = make(tmp_path / "last", eval_every=3, keep_best="val/loss", keep_best_goal="max")
+    last.evaluate = evaluate
+    last.run()
+    assert last.step == 12 and last.best["step"] == 3, "without best_as_output the last step is the output"
+    wrong = make(tmp_path / "wrong", keep_best="val/nothing")
+    with pytest.raises(ValueError, match="keep_best names 'val/nothing'; the evaluation has val/bits_per_byte"):
+        wrong.run()
+    with pytest.raises(ValueError, match="best_as_output needs keep_best"):
+        LoopSettings(best_as_output=True)
 
 
 def test_batch_weight():
