@@ -1,0 +1,143 @@
+"""Gradients of a pipeline rank: whole, or ZeRO-2 shards with two rolling full buffers (GLM-5 section 2.4).
+
+Backward passes of an interleaved schedule come in runs, each of one virtual stage. A run accumulates into one full buffer;
+at its end the buffer is reduced over the data-parallel group, every rank adding its 1/dp to its shard, while the next run
+fills the other buffer. However many virtual stages a rank has, at most two full gradients exist on it.
+
+Check it:  python -m pytest tests/model/test_pipeline.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.pipeline_memory import Ledger
+
+
+class WholeGradients:
+    """Every stage keeps its full gradient in `.grad`; `finish` sums them over the data-parallel group."""
+
+    def __init__(self, stages: Mapping[int, Mapping[str, nn.Parameter]], group, ledger: Ledger) -> None:
+        self.stages = {s: {n: p for n, p in params.items() if p.requires_grad} for s, params in stages.items()}
+        self.group, self.ledger = group, ledger
+        self._open: set[int] = set()
+
+    def open(self, stage: int) -> None:
+        """Before an operation that adds to a stage's gradients."""
+        if stage not in self._open:
+            self._open.add(stage)
+            self.ledger.add_bytes("gradients", sum(p.numel() * 4 for p in self.stages[stage].values()))
+
+    def reduce(self, stage: int) -> None:
+        raise ValueError("this schedule reduces gradients to shards (R), but the gradients are kept whole")
+
+    def finish(self) -> None:
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            for params in self.stages.values():
+                for p in params.values():
+                    if p.grad is not None:
+                        dist.all_reduce(p.grad, group=self.group)
+
+    def clear(self) -> None:
+        """After the optimizer's step."""
+        for stage in self._open:
+            self.ledger.add_bytes("gradients", -sum(p.numel() * 4 for p in self.stages[stage].values()))
+        self._open.clear()
+
+
+class ShardedGradients:
+    """fp32 shards [ceil(numel / dp)] per stage and at most two full buffers, each as large as the largest stage."""
+
+    def __init__(self, stages: Mapping[int, Mapping[str, nn.Parameter]], group, ledger: Ledger) -> None:
+        self.stages = {s: {n: p for n, p in params.items() if p.requires_grad} for s, params in stages.items()}
+        self.group, self.ledger = group, ledger
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.sizes = {s: -(-sum(p.numel() for p in ps.values()) // self.ranks) for s, ps in self.stages.items()}
+        self.shards: dict[int, Tensor] = {}
+        self.reductions = 0
+        self._free: list[Tensor] = []
+        self._made = 0
+        self._filling: dict[int, Tensor] = {}
+        self._reducing: tuple[int, Tensor, Tensor, object] | None = None
+
+    def _device(self) -> torch.device:
+        return next(p.device for ps in self.stages.values() for p in ps.values())
+
+    def open(self, stage: int) -> None:
+        """Before an operation that adds to a stage's gradients: gives it a zeroed full buffer unless it has one."""
+        if stage in self._filling or not self.stages[stage]:
+            return
+        if not self._free:
+            if self._made == 2:
+                self._finish_one()
+            else:
+                self._made += 1
+                size = max(self.sizes.values()) * self.ranks
+                self._free.append(torch.empty(size, dtype=torch.float32, device=self._device()))
+                self.ledger.add_bytes("gradients", size * 4)
+        assert self._free, "a third full gradient buffer: the schedule mixes the gradients of three stages"
+        flat = self._filling[stage] = self._free.pop()
+        flat.zero_()
+        offset = 0
+        for p in self.stages[stage].values():
+            p.grad = flat[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+
+    def reduce(self, stage: int) -> None:
+        """Start the reduction of a stage's full buffer; the one before must end first."""
+        self._finish_one()
+        if stage not in self._filling:
+            return
+        for p in self.stages[stage].values():
+            p.grad = None
+        flat = self._filling.pop(stage)
+        part = torch.empty(self.sizes[stage], dtype=flat.dtype, device=flat.device)
+        work = None
+        if self.ranks > 1:
+            used = flat[: self.sizes[stage] * self.ranks]
+            work = dist.reduce_scatter_tensor(part, used, group=self.group, async_op=True)
+        else:
+            part.copy_(flat[: self.sizes[stage]])
+        self.reductions += 1
+        self._reducing = (stage, flat, part, work)
+
+    def _finish_one(self) -> None:
+        if self._reducing is None:
+            return
+        stage, flat, part, work = self._reducing
+        if work is not None:
+            work.wait()
+        if stage in self.shards:
+            self.shards[stage] += part
+        else:
+            self.shards[stage] = part
+            self.ledger.add_bytes("gradients", part.numel() * 4)
+        self._free.append(flat)
+        self._reducing = None
+
+    def finish(self) -> None:
+        """Wait for the last reduction. Afterwards `shards` is this rank's part of every stage's summed gradient."""
+        self._finish_one()
+        assert not self._filling, "gradients that were never reduced"
+
+    def gather(self, stage: int) -> dict[str, Tensor]:
+        """A stage's whole gradients by name, from all ranks' shards. A collective call."""
+        size = self.sizes[stage]
+        flat = torch.empty(size * self.ranks, dtype=torch.float32, device=self._device())
+        if self.ranks > 1:
+            dist.all_gather_into_tensor(flat, self.shards[stage], group=self.group)
+        else:
+            flat.copy_(self.shards[stage])
+        found, offset = {}, 0
+        for name, p in self.stages[stage].items():
+            found[name] = flat[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+        return found
+
+    def clear(self) -> None:
+        self.ledger.add_bytes("gradients", -4 * sum(t.numel() for t in self.shards.values()))
+        self.shards.clear()
