@@ -11,6 +11,8 @@ Run its tests: `python -m pytest tests/kernels/test_sparse_attention.py`
 import torch
 import torch.nn.functional as F
 
+from kernels import paths
+
 # Measured on one CPU thread (forward + backward, 4 heads, latent 72, topk 64, 2048 tokens a step, whole model): at length 1024
 # masked 4280 and gathered 4690 tokens/s, at 2048 2870 and 3960.
 GATHER_RATIO = 12
@@ -107,14 +109,31 @@ class _Gathered(torch.autograd.Function):
         return dq_nhc, dkv_mc, None, None, None, None, None
 
 
+def gathered_attention_reference(q_bshc, kv_btc, index_bsk, valid_bsk, value_dim: int, scale: float) -> torch.Tensor:
+    """The formula of gathered_attention in one piece, [B,S,k,c] included; gradients by autograd."""
+    batch = torch.arange(kv_btc.shape[0], device=kv_btc.device)[:, None, None]
+    gathered_bskc = kv_btc[batch, index_bsk]
+    logits_bshk = torch.einsum("bshc,bskc->bshk", q_bshc, gathered_bskc) * scale
+    probs_bshk = logits_bshk.masked_fill(~valid_bsk.unsqueeze(2), float("-inf")).softmax(-1)
+    return torch.einsum("bshk,bskv->bshv", probs_bshk, gathered_bskc[..., :value_dim])
+
+
 def gathered_attention(q_bshc, kv_btc, index_bsk, valid_bsk, value_dim: int, scale: float) -> torch.Tensor:
     """MQA-mode attention over gathered latents: q [B,S,H,c], kv [B,T,c] shared by all heads, index int64 [B,S,k].
 
     Returns [B,S,H,value_dim]. valid [B,S,k] marks real entries of index; the value is the first value_dim columns of the latent.
     Differentiable in q and kv.
     """
+    path = paths.choose("gathered_attention", q_bshc.device, q_bshc.dtype)
+    if path == "reference":
+        return gathered_attention_reference(q_bshc, kv_btc, index_bsk, valid_bsk, value_dim, scale)
     batch, size, k = index_bsk.shape
     offset_b11 = torch.arange(batch, device=kv_btc.device).view(batch, 1, 1) * kv_btc.shape[1]
+    if path == "triton":
+        from kernels.triton_sparse_attention import sparse_attention
+
+        flat = (t.flatten(0, 1) for t in (q_bshc, kv_btc, index_bsk + offset_b11, valid_bsk))
+        return sparse_attention(*flat, value_dim, scale)[0].unflatten(0, (batch, size))
     rows_per_chunk = max(16, GATHER_ELEMENTS // (k * kv_btc.shape[2]))
     out_nhv = _Gathered.apply(
         q_bshc.flatten(0, 1),

@@ -60,7 +60,8 @@ def outcomes(module: str, mode: str) -> dict[str, str]:
 def triton_checks(module: str):
     """A pytest test, one case per function check_* of the module."""
     names = sorted(name for name in vars(sys.modules[module]) if name.startswith("check_"))
-    names += COMPILE if hasattr(sys.modules[module], "launches") else ()
+    if hasattr(sys.modules[module], "launches"):
+        names += [pytest.param(name, marks=pytest.mark.slow) for name in COMPILE]
 
     @pytest.mark.skipif(not triton_available(), reason="Triton is not installed (it comes with the test extra)")
     @pytest.mark.parametrize("name", names)
