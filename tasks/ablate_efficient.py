@@ -1,4 +1,4 @@
-"""Ablation of efficient attention (GLM-5 §2.1.2, Tables 4 to 6): a trained model converted, trained on, and probed at growing lengths.
+"""Ablation of efficient attention (GLM-5 §2.1.2, Tables 4 to 6): a trained model converted, trained on, probed at length.
 
     python -m tasks ablate_efficient
 
