@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, format_ownership, ownership_table
+from model.recompute import saving
 from tasks.guard import Guard, NonFiniteError, StepFault
 from tasks.resume import Found, ResumeStore
 from tasks.router_watch import RouterWatch, moe_layers
@@ -226,10 +227,13 @@ class Trainer:
         for batch, count in zip(micro_batches, counts, strict=True):
             if count == 0:
                 continue
-            with computing_in(self.model, getattr(torch, self.settings.precision)):
-                loss, extra = self.objective(self.model, batch, self.step)
             share = count / total
-            (loss * share).backward()
+            with (
+                computing_in(self.model, getattr(torch, self.settings.precision)),
+                saving(self.model, self.settings.recompute, self.settings.offload),
+            ):
+                loss, extra = self.objective(self.model, batch, self.step)
+                (loss * share).backward()  # in here: recomputation needs the weights that the forward had
             for i, c in enumerate(extra.pop("router_counts", None) or []):
                 if i < len(router_counts):
                     router_counts[i] = router_counts[i] + c

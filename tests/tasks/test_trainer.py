@@ -220,6 +220,43 @@ def test_indexer_gradients_are_clipped_apart(tmp_path):
     assert torch.equal(grads[0][2], grads[1][2])
 
 
+def test_recomputation_offload_and_the_guard_change_no_number(tmp_path):
+    """Trained weights and curves of a model with experts and MTP are the same bytes under every setting."""
+    ends = []
+
+    def batches(step):
+        ids = random_ids(4, 33, step)
+        return split_batch({"input_ids_bs": ids[:, :-1], "targets_bs": ids[:, 1:]}, 2)
+
+    for i, settings in enumerate(
+        [
+            {"guard": {"on": False}},
+            {},
+            {"recompute": "block", "offload": True},
+            {"recompute": "selective", "async_save": True, "keep_best": "val/x"},
+        ]
+    ):
+        (tmp_path / str(i)).mkdir()
+        model = micro_model()
+        trainer = Trainer(
+            FakeStage(tmp_path / str(i)),
+            model,
+            build_optimizer(model, OptimConfig(lr_matrix=1e-2)),
+            LanguageModeling(mtp_depth=2, balance_coef=0.01),
+            batches,
+            steps=3,
+            lr_factor=lambda step: 1.0,
+            settings=LoopSettings.model_validate({"log_every": 1, **settings}),
+            evaluate=lambda model, step: {"val/x": 1.0},
+        )
+        trainer.run()
+        ends.append((model.state_dict(), trainer.optimizer.state_tensors(), trainer.stage.points))
+    for weights, state, points in ends[1:]:
+        assert all(torch.equal(v, weights[k]) for k, v in ends[0][0].items())
+        assert all(torch.equal(v, state[k]) for k, v in ends[0][1].items())
+        assert points == ends[0][2]
+
+
 @pytest.mark.parametrize(
     "goal", [LanguageModeling(mtp_depth=2), LanguageModeling(attention="sparse", index_rows=8), IndexerWarmup(8)]
 )
