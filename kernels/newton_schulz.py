@@ -49,7 +49,7 @@ def newton_schulz(x_bmn: Tensor, steps: int = STEPS, dtype: torch.dtype | None =
     tall = x_bmn.size(1) > x_bmn.size(2)
     x = x_bmn.transpose(1, 2) if tall else x_bmn
     # The norm is taken before the cast: squares of small gradients vanish in half precision.
-    norm_b11 = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    norm_b11 = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x = (x / (norm_b11 + EPS)).to(dtype or x_bmn.dtype)
     for _ in range(steps):
         gram = torch.bmm(x, x.transpose(1, 2))
