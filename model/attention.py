@@ -80,14 +80,16 @@ class MLAProjections(nn.Module):
         return self.q_a_layernorm(self.q_a_proj(x_bsh))
 
     def project_q(self, c_q_bsr: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_nope [B,S,H,nope], q_rope [B,S,H,rope] rotated) from c_q."""
+        """(q_nope [B,S,H,nope], q_rope [B,S,H,rope] rotated) from c_q; cis None, here and below: not rotated."""
         q = self.q_b_proj(c_q_bsr).unflatten(-1, (self.heads, self.nope + self.rope))
-        return q[..., : self.nope], apply_rope(q[..., self.nope :], cis_bsr)
+        q_rope = q[..., self.nope :]
+        return q[..., : self.nope], q_rope if cis_bsr is None else apply_rope(q_rope, cis_bsr)
 
     def project_kv_latent(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(c_kv [B,S,kv_lora] normalised, k_rope [B,S,rope] rotated, one head for all): the cacheable latents."""
         kv = self.kv_a_proj_with_mqa(x_bsh)
-        return self.kv_a_layernorm(kv[..., : self.kv_lora]), apply_rope(kv[..., self.kv_lora :], cis_bsr)
+        k_rope = kv[..., self.kv_lora :]
+        return self.kv_a_layernorm(kv[..., : self.kv_lora]), k_rope if cis_bsr is None else apply_rope(k_rope, cis_bsr)
 
     def expand_kv(self, c_kv_btr: torch.Tensor, k_rope_btr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(k [B,T,H,nope+rope], v [B,T,H,v]) in MHA mode; rows of kv_b_proj are packed per head, nope then v."""

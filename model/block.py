@@ -5,15 +5,20 @@ Run its tests: `python -m pytest tests/model/test_transformer.py`
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from model.attention import MLA, RMSNorm
 from model.config import ModelConfig
+from model.gdn import GdnGQA, GdnMLA, SimpleGdnGQA, SimpleGdnMLA
 from model.gqa import GQA
 from model.moe import MLP, MoE
 from model.swa import SlidingGQA, SlidingMLA
+
+if TYPE_CHECKING:
+    from model.context_parallel import Context
 
 
 def build_attention(cfg: ModelConfig, layer: int) -> nn.Module:
@@ -21,7 +26,11 @@ def build_attention(cfg: ModelConfig, layer: int) -> nn.Module:
     mla = cfg.attention == "mla"
     if cfg.kind(layer) == "full":
         return MLA(cfg, indexer=cfg.has_indexer(layer)) if mla else GQA(cfg)
-    kinds = {"swa": (SlidingMLA, SlidingGQA)}
+    kinds = {
+        "swa": (SlidingMLA, SlidingGQA),
+        "gdn": (GdnMLA, GdnGQA),
+        "simple_gdn": (SimpleGdnMLA, SimpleGdnGQA),
+    }
     return kinds[cfg.kind(layer)][0 if mla else 1](cfg)
 
 
@@ -34,6 +43,11 @@ class BlockArgs:
     rows_br: torch.Tensor | None = None
     row_weight_br: torch.Tensor | None = None
     token_mask_bs: torch.Tensor | None = None
+    context: "Context | None" = None  # model/context_parallel.py: the ranks that share each sequence
+
+    def local(self, whole_bs: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of [B,S]: all of them, unless sequences are spread over ranks."""
+        return whole_bs if self.context is None else self.context.take(whole_bs)
 
 
 @dataclass

@@ -20,7 +20,13 @@ from model.transformer import GlmMoeDsa
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MAX_SHARD_BYTES = 5 * 10**9
 # transformers keeps these in fp32 whatever the model's dtype: the router decides in fp32.
-FP32_SUFFIXES = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "indexer.weights_proj.weight")
+FP32_SUFFIXES = (
+    "mlp.gate.weight",
+    "mlp.gate.e_score_correction_bias",
+    "indexer.weights_proj.weight",
+    "A_log",
+    "dt_bias",
+)
 
 
 def disk_tensors(model: GlmMoeDsa) -> dict[str, torch.Tensor]:

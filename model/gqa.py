@@ -35,6 +35,8 @@ class GQAProjections(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, cfg.hidden_size, bias=False)
 
     def _rotated(self, x_bshd: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
+        if cis_bsr is None:
+            return x_bshd
         if self.rope == self.head_dim:
             return apply_rope(x_bshd, cis_bsr)
         return torch.cat([apply_rope(x_bshd[..., : self.rope], cis_bsr), x_bshd[..., self.rope :]], dim=-1)
@@ -42,7 +44,7 @@ class GQAProjections(nn.Module):
     def project_qkv(
         self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q [B,S,H,d], k [B,S,G,d], v [B,S,G,d]); q and k rotated."""
+        """(q [B,S,H,d], k [B,S,G,d], v [B,S,G,d]); q and k rotated unless cis is None."""
         q, k, v = (p(x_bsh).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         return self._rotated(q, cis_bsr), self._rotated(k, cis_bsr), v
 

@@ -1,10 +1,10 @@
 """Muon Split with AdamW for the rest: the optimizer of every training stage (GLM-5 §2.1, GLM-4.5 §2.4; design notes C.1-C.3).
 
-Muon owns every matrix; embeddings, norms and biases go to AdamW; the output head goes where `lm_head_optimizer` says
-and the indexer where `indexer_optimizer` says. A parameter that packs several matrices is orthogonalised block by block:
-W^UQ per head, W^UK and W^UV per head and apart, each expert alone with gate and up apart. The update is scaled by
-0.2 * sqrt(max(rows, cols)) of the block, which gives it the root mean square of an AdamW step, so that one learning rate
-and one weight decay serve both.
+Muon owns every matrix; embeddings, norms, biases and short convolutions go to AdamW; the output head goes where
+`lm_head_optimizer` says and the indexer where `indexer_optimizer` says. A parameter that packs several matrices is
+orthogonalised block by block: W^UQ per head, W^UK and W^UV per head and apart, each expert alone with gate and up apart. The
+update is scaled by 0.2 * sqrt(max(rows, cols)) of the block, which gives it the root mean square of an AdamW step, so that one
+learning rate and one weight decay serve both.
 
 Check it:  python -m pytest tests/model/test_muon.py
 """
@@ -25,6 +25,8 @@ UPDATE_RMS = 0.2
 # Parameters that Muon never takes, whatever their rank: lookup tables, and everything one-dimensional.
 EMBEDDINGS = ("embed_tokens.weight",)
 HEAD = "lm_head.weight"
+# Gated DeltaNet's depthwise convolutions [channels, kernel]: a filter per channel, not a map between spaces.
+CONVOLUTIONS = ("conv1d.weight",)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def split_blocks(name: str, tensor: Tensor, model_config: Any, muon: str = "spli
     q_b_proj [heads * qk_head_dim, q_lora_rank] -> one block per head, rope rows kept with their head.
     kv_b_proj [heads * (nope + v), kv_lora_rank] -> per head, the UK rows and the UV rows as two batches.
     experts.gate_up_proj [E, 2 m, H] -> gate and up of each expert; experts.down_proj [E, H, m] -> each expert.
-    Every other matrix is one block. Raises ValueError when the shape does not fit the configuration.
+    Every other matrix is one block, GQA's q_proj, k_proj and v_proj too: the paper splits W^UQ, W^UK and W^UV alone, and its
+    GQA baseline is plain Muon (notes A.4, C.2). Layers of all kinds over MLA split alike. Raises ValueError when the shape
+    does not fit the configuration.
     """
     if name.endswith("experts.gate_up_proj"):
         experts, rows, hidden = tensor.shape
@@ -112,7 +116,7 @@ def split_blocks(name: str, tensor: Tensor, model_config: Any, muon: str = "spli
 
 def _group_of(name: str, param: Tensor, cfg: OptimConfig) -> tuple[str, str]:
     """(group, optimizer) of one parameter by the rule of GLM-4.5 §2.4 and the two switches."""
-    if param.dim() < 2:
+    if param.dim() < 2 or name.endswith(CONVOLUTIONS):
         group, optimizer = ("indexer" if _is_indexer(name) else "norm"), "adamw"
     elif name.endswith(EMBEDDINGS):
         group, optimizer = "embed", "adamw"
@@ -302,7 +306,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> MuonSplit:
         if row.optimizer == "frozen":
             param.requires_grad_(False)
             continue
-        decay = cfg.weight_decay if param.dim() >= 2 else 0.0
+        decay = cfg.weight_decay if param.dim() >= 2 and row.group != "norm" else 0.0
         lr = cfg.lr_matrix if lrs[row.group] is None else lrs[row.group]
         group = groups.setdefault(
             (row.group, row.optimizer, decay),

@@ -18,6 +18,7 @@ from kernels.rope import rope_cis
 from model.attention import RMSNorm
 from model.block import Block, BlockArgs
 from model.config import ModelConfig
+from model.gdn import RECURRENCE_PARAMETERS, init_recurrence
 from model.moe import MoE
 from model.mtp import MtpLayer, unroll
 
@@ -50,6 +51,8 @@ class Backbone(nn.Module):
 
 
 class GlmMoeDsa(nn.Module):
+    context = None  # set by model.context_parallel.set_context: hidden states are then those of this rank's tokens
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -88,6 +91,9 @@ class GlmMoeDsa(nn.Module):
             else:
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                if name.endswith(RECURRENCE_PARAMETERS):
+                    init_recurrence(name, p, generator)
+                    continue
                 residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 scale = std / (2 * layers) ** 0.5 if residual else std
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
@@ -135,7 +141,9 @@ class GlmMoeDsa(nn.Module):
         batch, size = input_ids_bs.shape
         if positions_bs is None:
             positions_bs = torch.arange(size, device=input_ids_bs.device)[None]
-        args = BlockArgs(attention, index_only, token_mask_bs=token_mask_bs)
+        args = BlockArgs(attention, index_only, token_mask_bs=token_mask_bs, context=self.context)
+        if self.context is not None:
+            self.context.begin(size)
         if index_loss_rows is not None:
             args.rows_br = self._draw_rows(index_loss_rows, rows_seed, batch, size).to(input_ids_bs.device)
             args.row_weight_br = torch.ones(args.rows_br.shape, device=input_ids_bs.device)
@@ -143,8 +151,8 @@ class GlmMoeDsa(nn.Module):
                 args.row_weight_br = token_mask_bs.gather(1, args.rows_br).float()
         frozen = torch.no_grad if index_only else nullcontext
         with frozen():
-            cis_bsr = self.rope(positions_bs)
-            hidden_bsh = self.model.embed_tokens(input_ids_bs)
+            cis_bsr = self.rope(args.local(positions_bs))
+            hidden_bsh = self.model.embed_tokens(args.local(input_ids_bs))
         index_losses, aux_losses, out = [], [], ModelOutput(hidden_bsh)
         masks = None
         for block in self.blocks:

@@ -96,8 +96,8 @@ def max_attention_logits(model: nn.Module, input_ids_bs: Tensor) -> list[float]:
     largest: list[float] = []
 
     def visit(attention: nn.Module, x_bsh: Tensor, cis_bsr: Tensor) -> None:
-        q = torch.cat(attention.project_q(attention.project_q_latent(x_bsh), cis_bsr), dim=-1)
-        k, _ = attention.expand_kv(*attention.project_kv_latent(x_bsh, cis_bsr))
+        q, k, _ = attention.project_qkv(x_bsh, cis_bsr)
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # a group of GQA's serves neighbouring heads
         logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * attention.softmax_scale
         largest.append(float(logits.masked_fill(future, float("-inf")).max()))
 
@@ -115,6 +115,7 @@ def indexer_recall(
     Measured under dense attention on `rows` random query rows with more than k keys: the mean share of the main attention
     (heads summed) on the indexer's k keys, on the best possible k keys, and on the last k. ratio = indexer / oracle:
     where attention is diffuse no selection holds much, so the share alone says little. ValueError when no row has > k keys.
+    A layer that shares a selection (IndexShare) is measured by the keys of the layer that made it; one outside DSA has {}.
     """
     topks = list(topks)
     batch, size = input_ids_bs.shape
@@ -126,8 +127,12 @@ def indexer_recall(
         [torch.randperm(size - low, generator=generator)[:rows].sort().values + low for _ in range(batch)]
     )
     results: list[dict[str, dict[str, float]]] = []
+    newest: list[Tensor] = []  # scores of the nearest layer with an indexer
 
     def measure(attention: nn.Module, x_bsh: Tensor, cis_bsr: Tensor) -> None:
+        if not hasattr(attention, "indexer"):
+            results.append({})
+            return
         pick = torch.arange(batch, device=x_bsh.device)[:, None]
         at = rows_br.to(x_bsh.device)
         c_q = attention.project_q_latent(x_bsh)
@@ -136,10 +141,12 @@ def indexer_recall(
         allowed_brt = torch.arange(size, device=x_bsh.device) <= at[..., None]
         mass_brt = attention_mass(q[pick, at], k, allowed_brt, attention.softmax_scale)
         mass_brt = mass_brt / mass_brt.sum(-1, keepdim=True)
-        keys = attention.indexer.keys(x_bsh, cis_bsr)
-        cis_rows = cis_bsr.expand(batch, -1, -1)[pick, at]
-        scores_brt = attention.indexer.scores(c_q[pick, at], x_bsh[pick, at], cis_rows, keys)
-        scores_brt = scores_brt.masked_fill(~allowed_brt, float("-inf"))
+        if attention.indexer is not None:
+            keys = attention.indexer.keys(x_bsh, cis_bsr)
+            cis_rows = cis_bsr.expand(batch, -1, -1)[pick, at]
+            scores_brt = attention.indexer.scores(c_q[pick, at], x_bsh[pick, at], cis_rows, keys)
+            newest[:] = [scores_brt.masked_fill(~allowed_brt, float("-inf"))]
+        scores_brt = newest[0]
         layer = {}
         for topk in topks:
             recent_brt = allowed_brt & (torch.arange(size, device=x_bsh.device) > at[..., None] - topk)
