@@ -57,7 +57,7 @@ def unroll(
     for k in range(depth):
         layer = layers[min(k, len(layers) - 1)]
         shifted_bs = torch.cat([shifted_bs[:, 1:], shifted_bs.new_zeros(shifted_bs.shape[0], 1)], dim=1)
-        result = layer(layer.merge(embed(shifted_bs), hidden_bsh), cis_bsr, args)
+        result = layer(layer.merge(embed(args.local(shifted_bs)), hidden_bsh), cis_bsr, args)
         hidden_bsh = result.hidden_bsh
         hiddens.append(layer.shared_head.norm(hidden_bsh))
         results.append(result)

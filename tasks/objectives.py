@@ -33,7 +33,10 @@ def shift_targets(targets_bs: Tensor, depth: int) -> Tensor:
 
 
 def cross_entropy(model: nn.Module, hidden_bsh: Tensor, targets_bs: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats over targets that are not -100."""
+    """Mean negative log-likelihood in nats over targets that are not -100; where the sequences are spread over ranks
+    (model.context), this rank's share of it."""
+    if getattr(model, "context", None) is not None:
+        return model.context.cross_entropy(hidden_bsh, model.lm_head.weight, targets_bs)
     return linear_cross_entropy(hidden_bsh.flatten(0, 1), model.lm_head.weight, targets_bs.flatten())
 
 
