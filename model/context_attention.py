@@ -10,7 +10,6 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from kernels.indexer import ROW_CHUNK, attention_mass, causal_mask, index_kl, index_scores
 from kernels.sparse_attention import (
@@ -23,6 +22,8 @@ from kernels.sparse_attention import (
 from kernels.topk import topk_mask
 from model.attention import MLA
 from model.context_parallel import Context
+
+DENSE_CHUNK = 256  # query rows whose causal mask is written out at a time
 
 
 @torch.no_grad()
@@ -128,6 +129,14 @@ class ContextMLA(MLA):
 
     def _causal(self, q_bhsd, k_bhtd, v_bhtv) -> torch.Tensor:
         """Dense attention of the rank's pieces of the sequence, each over all keys up to its end."""
+        if q_bhsd.device.type == "cpu":
+            parts = [
+                (a, min(a + DENSE_CHUNK, b)) for first, b in self.context.segments for a in range(first, b, DENSE_CHUNK)
+            ]
+            masks = [causal_mask(a, b, b).unsqueeze(0) for a, b in parts]
+            return masked_attention(q_bhsd, k_bhtd, v_bhtv, masks, self.softmax_scale)
+        from torch.nn.attention.bias import causal_lower_right  # flash attention knows it; importing it takes a second
+
         outs, row = [], 0
         for first, last in self.context.segments:
             rows = slice(row, row + last - first)
