@@ -51,11 +51,12 @@ class Event:
 class Guard:
     """Judges every step's loss; remembers accepted losses (`history`, part of the checkpoint) and events (a file of their own).
 
-    Args: settings; folder: the run's scratch, where `guard.json` lives; evidence: where refused batches are kept.
+    Args: settings; folder: the run's scratch, where `guard.json` lives; evidence: where refused batches are kept; rank: of
+    several, each keeps its share of the batch and the first alone writes the rest.
     """
 
-    def __init__(self, settings: GuardSettings, folder: Path, evidence: Path) -> None:
-        self.settings, self.evidence = settings, Path(evidence)
+    def __init__(self, settings: GuardSettings, folder: Path, evidence: Path, rank: int = 0) -> None:
+        self.settings, self.evidence, self.rank = settings, Path(evidence), rank
         self._file = Path(folder) / "guard.json"
         self.history: list[float] = []
         self.events: list[Event] = []
@@ -96,7 +97,7 @@ class Guard:
 
     def refuse(self, step: int, fault: StepFault, describe: Mapping[str, Any]) -> Event:
         """Keep the batch and write the event down. Raises NonFiniteError when the run is to be given up."""
-        name = f"bad-batch-step-{step:08d}"
+        name = f"bad-batch-step-{step:08d}" + (f"-rank-{self.rank}" if self.rank else "")
         path = self.evidence / f"{name}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"{i}.{k}": v.cpu().contiguous() for i, batch in enumerate(fault.batches) for k, v in batch.items()}
@@ -113,7 +114,8 @@ class Guard:
                 "clip harder, or look at the batch"
             )
         self.events.append(event)
-        atomic_write(self._file, json.dumps([asdict(e) for e in self.events], sort_keys=True) + "\n")
+        if self.rank == 0:
+            atomic_write(self._file, json.dumps([asdict(e) for e in self.events], sort_keys=True) + "\n")
         return event
 
     def summary(self) -> dict[str, Any]:

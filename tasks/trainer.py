@@ -25,6 +25,8 @@ from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, format_ownership, ownership_table
 from model.recompute import saving
 from tasks.guard import Guard, NonFiniteError, StepFault
+from tasks.parallel import ParallelSettings, current
+from tasks.parallel_engine import make_engine, norm_name
 from tasks.resume import Found, ResumeStore
 from tasks.router_watch import RouterWatch, moe_layers
 from tasks.settings import LoopSettings, OptimizerSettings, Section
@@ -99,10 +101,13 @@ class Trainer:
         settings: LoopSettings,
         evaluate: Callable[[nn.Module, int], Mapping[str, float]] | None = None,
         describe: Callable[[int], Mapping[str, Any]] = lambda step: {},
+        parallel: ParallelSettings | None = None,
     ) -> None:
         if steps < 1:
             raise ValueError(f"a training run needs at least one step, got {steps}")
-        self.stage, self.model, self.optimizer = stage, model, optimizer
+        self.parallel = current()
+        self.engine = make_engine(model, optimizer, self.parallel, parallel)
+        self.stage, self.model, self.optimizer = stage, model, self.engine or optimizer
         self.objective, self.batches, self.evaluate = objective, batches, evaluate
         self.steps, self.lr_factor, self.settings = steps, lr_factor, settings
         self.device = next(model.parameters()).device
@@ -112,7 +117,7 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.describe = describe
         self.store = ResumeStore(stage.scratch, settings.keep_last, stage.print, settings.async_save)
-        self.guard = Guard(settings.guard, stage.scratch, stage.evidence)
+        self.guard = Guard(settings.guard, stage.scratch, stage.evidence, self.parallel.rank)
         self.router = RouterWatch(moe_layers(model), settings.router_window, settings.router_dead_share, stage.print)
 
     # resume
@@ -127,7 +132,14 @@ class Trainer:
             "router": self.router.state(),
         }
         files = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_tensors()}
-        self.store.save(self.step, files, state, best=best)
+        if self.parallel.is_writer:
+            self.store.save(self.step, files, state, best=best)
+
+    def _load(self, at_most: int | None = None) -> Found | None:
+        """The writer's choice of a checkpoint, read by every rank."""
+        found = self.store.load(at_most) if self.parallel.is_writer else None
+        step = self.parallel.first(found.step if found else None)
+        return found if found or step is None else self.store.load(step)
 
     def _restore(self, found: Found) -> None:
         self.model.load_state_dict(found.files["model"])
@@ -139,7 +151,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the newest whole resume checkpoint if there is one."""
-        found = self.store.load()
+        found = self._load()
         if found is None:
             return False
         self._restore(found)
@@ -150,12 +162,13 @@ class Trainer:
         """Back to the newest checkpoint before what is skipped. Raises NonFiniteError when the guard gives the run up."""
         self.optimizer.zero_grad(set_to_none=True)
         event = self.guard.refuse(self.step, fault, self.describe(self.step))
-        found = self.store.load(at_most=event.skipped[0])
+        found = self._load(event.skipped[0])
         if found is None:
             raise NonFiniteError(f"step {self.step}: {fault.reason}; there is no whole checkpoint left to go back to")
         at = self.step
         self._restore(found)
-        self.store.drop_after(self.step)
+        if self.parallel.is_writer:
+            self.store.drop_after(self.step)
         self.stage.log(at + 1, guard_events=len(self.guard.events))
         skipped = ", ".join(map(str, event.skipped))
         self.stage.print(
@@ -167,6 +180,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the last step. Returns the last evaluation's numbers. Raises NonFiniteError (a ValueError)."""
         self.stage.print("optimizer:\n" + format_ownership(ownership_table(self.model, self.optimizer.cfg)))
+        self.parallel.check_same(self.model)
         if not self.resume() and self.settings.guard.on:
             self.save()  # what the guard goes back to before the first regular checkpoint
         began, cpu, first, reported = time.monotonic(), time.process_time(), self.step, time.monotonic()
@@ -207,6 +221,7 @@ class Trainer:
             )
         if self.settings.best_as_output and self.best and self.best["step"] != self.step:
             self.stage.print(f"output: the best checkpoint, of step {self.best['step']}: {self.best}")
+            self.parallel.first(None)  # until the writer has written it
             self._restore(self.store.load_best())
         self.stage.metric(guard=self.guard.summary(), dead_expert_alarms=self.router.alarms)
         if self.best:
@@ -219,12 +234,13 @@ class Trainer:
         self.model.train()
         micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in self.batches(self.step)]
         counts = [batch_count(batch) for batch in micro_batches]
-        total = sum(counts)
+        total = self.parallel.sum_(sum(counts))
         if total <= 0:
             raise ValueError(f"step {self.step}: the batch has no target to learn from")
         logs: dict[str, float] = {}
         router_counts: list[Tensor] = []
-        for batch, count in zip(micro_batches, counts, strict=True):
+        last = max((i for i, count in enumerate(counts) if count), default=-1)
+        for place, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
             if count == 0:
                 continue
             share = count / total
@@ -233,7 +249,11 @@ class Trainer:
                 saving(self.model, self.settings.recompute, self.settings.offload),
             ):
                 loss, extra = self.objective(self.model, batch, self.step)
-                (loss * share).backward()  # in here: recomputation needs the weights that the forward had
+                # In here: recomputation needs the weights that the forward had.
+                if self.engine:
+                    self.engine.backward(loss * share, last=place == last)
+                else:
+                    (loss * share).backward()
             for i, c in enumerate(extra.pop("router_counts", None) or []):
                 if i < len(router_counts):
                     router_counts[i] = router_counts[i] + c
@@ -241,6 +261,9 @@ class Trainer:
                     router_counts.append(c)
             for key, number in {"loss": loss.detach(), **extra}.items():
                 logs[key] = logs.get(key, 0.0) + share * float(number)
+        tokens = sum(batch["input_ids_bs"].numel() for batch in micro_batches if "input_ids_bs" in batch)
+        logs, router_counts = self.parallel.sum_step({**logs, "tokens": tokens}, router_counts)
+        tokens = logs.pop("tokens")
         norms = self._clip()
         reason = self.guard.judge(logs.get("lm_loss", logs["loss"]), {"loss": logs["loss"], **norms})
         if reason is not None:
@@ -254,25 +277,26 @@ class Trainer:
             limit = self.settings.router_bias_tokens
             if self.settings.router_bias_rate and (limit is None or self.counters["tokens"] < limit):
                 self.model.update_router_bias(router_counts, self.settings.router_bias_rate)
-        self.counters["tokens"] += sum(
-            batch["input_ids_bs"].numel() for batch in micro_batches if "input_ids_bs" in batch
-        )
+        self.counters["tokens"] += tokens
         return {**logs, **norms, "lr_factor": scale, "tokens": self.counters["tokens"]}
 
     def _clip(self) -> dict[str, float]:
         """Clip gradients; returns their norms before. The indexer's are clipped apart: its loss must not scale the rest."""
+        limit = self.settings.grad_clip or float("inf")
+        if self.engine:
+            return self.engine.clip_groups(limit)
         parts: dict[str, list[Tensor]] = {}
         for group in self.optimizer.param_groups:
-            key = "index_grad_norm" if group["group"] == "indexer" else "grad_norm"
-            parts.setdefault(key, []).extend(p for p in group["params"] if p.grad is not None)
-        limit = self.settings.grad_clip or float("inf")
+            parts.setdefault(norm_name(group["group"]), []).extend(p for p in group["params"] if p.grad is not None)
         return {key: float(nn.utils.clip_grad_norm_(parts[key], limit)) for key in sorted(parts) if parts[key]}
 
     def _evaluate(self) -> None:
-        self.model.eval()
-        with torch.no_grad(), computing_in(self.model, getattr(torch, self.settings.precision)):
-            self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
-        self.model.train()
+        if self.parallel.is_writer:
+            self.model.eval()
+            with torch.no_grad(), computing_in(self.model, getattr(torch, self.settings.precision)):
+                self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
+            self.model.train()
+        self.last_eval = self.parallel.first(self.last_eval)
         self.stage.log(self.step, **self.last_eval)
         shown = "  ".join(f"{k} {v:.3f}" for k, v in self.last_eval.items() if "bits_per_byte" in k or "accuracy" in k)
         self.stage.print(f"step {self.step} held out: {shown}")
