@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from model.pipeline_memory import Ledger
 
+# torch 2.13 renames both; the old names warn, the new ones do not exist before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class WholeGradients:
     """Every stage keeps its full gradient in `.grad`; `finish` sums them over the data-parallel group."""
@@ -59,6 +63,10 @@ class ShardedGradients:
         self.sizes = {s: -(-sum(p.numel() for p in ps.values()) // self.ranks) for s, ps in self.stages.items()}
         self.shards: dict[int, Tensor] = {}
         self.reductions = 0
+        self.touched: set[str] = set()  # what backward never reached has no gradient, not a zero one
+        for params in self.stages.values():
+            for name, p in params.items():
+                p.register_post_accumulate_grad_hook(lambda _, name=name: self.touched.add(name))
         self._free: list[Tensor] = []
         self._made = 0
         self._filling: dict[int, Tensor] = {}
@@ -99,7 +107,7 @@ class ShardedGradients:
         work = None
         if self.ranks > 1:
             used = flat[: self.sizes[stage] * self.ranks]
-            work = dist.reduce_scatter_tensor(part, used, group=self.group, async_op=True)
+            work = _reduce_scatter(part, used, group=self.group, async_op=True)
         else:
             part.copy_(flat[: self.sizes[stage]])
         self.reductions += 1
@@ -125,19 +133,21 @@ class ShardedGradients:
         assert not self._filling, "gradients that were never reduced"
 
     def gather(self, stage: int) -> dict[str, Tensor]:
-        """A stage's whole gradients by name, from all ranks' shards. A collective call."""
+        """A stage's whole gradients by name, from all ranks' shards, where backward made one. A collective call."""
         size = self.sizes[stage]
         flat = torch.empty(size * self.ranks, dtype=torch.float32, device=self._device())
         if self.ranks > 1:
-            dist.all_gather_into_tensor(flat, self.shards[stage], group=self.group)
+            _all_gather(flat, self.shards[stage], group=self.group)
         else:
             flat.copy_(self.shards[stage])
         found, offset = {}, 0
         for name, p in self.stages[stage].items():
-            found[name] = flat[offset : offset + p.numel()].view(p.shape)
+            if name in self.touched:
+                found[name] = flat[offset : offset + p.numel()].view(p.shape)
             offset += p.numel()
         return found
 
     def clear(self) -> None:
         self.ledger.add_bytes("gradients", -4 * sum(t.numel() for t in self.shards.values()))
         self.shards.clear()
+        self.touched.clear()

@@ -20,11 +20,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Ledger:
-    """Bytes on the device by kind, now and at the peak of their sum; and bytes on the host."""
+    """Bytes on the device by kind: now, at the peak of their sum (`peak`), each one's own most; and bytes on the host."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
+        self.most: Counter[str] = Counter()
         self.host = self.host_peak = 0
         self._count: Counter[int] = Counter()
         self._sizes: dict[int, tuple[str, int]] = {}
@@ -45,6 +46,10 @@ class Ledger:
                 size = tensor.untyped_storage().nbytes()
                 self._sizes[storage] = (kind, size)
                 self.now[kind] += size
+        self._note(kind)
+
+    def _note(self, kind: str) -> None:
+        self.most[kind] = max(self.most[kind], self.now[kind])
         if self.total > self.peak_total:
             self.peak = dict(self.now)
 
@@ -61,8 +66,7 @@ class Ledger:
     def add_bytes(self, kind: str, size: int) -> None:
         """For buffers that are allocated and freed as a whole."""
         self.now[kind] += size
-        if self.total > self.peak_total:
-            self.peak = dict(self.now)
+        self._note(kind)
 
     def move(self, to_host: int) -> None:
         """Bytes that went to the host (negative: came back)."""

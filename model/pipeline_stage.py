@@ -273,12 +273,13 @@ class ModelStage:
         if spec.mtp and work.mtp_depth:
             layers, previous, ids = local.mtp_layers(), hidden, ids_bs
             for k in range(work.mtp_depth):
-                layer = layers[min(k, len(layers) - 1)]
+                which = min(k, len(layers) - 1)
+                layer = layers[which]
                 ids = torch.cat([ids[:, 1:], ids.new_zeros(ids.shape[0], 1)], dim=1)
                 result = layer(layer.merge(local.model.embed_tokens(ids), previous), cis_bsr, args)
                 previous = result.hidden_bsh
                 depths.append(previous)
-                results.append((cfg.num_hidden_layers, result, 1.0 / work.mtp_depth))
+                results.append((cfg.num_hidden_layers + which, result, 1.0 / work.mtp_depth))
         counts: dict[int, Tensor] = {}
         terms, logs = [], {}
         for layer, result, weight in results:
