@@ -3,7 +3,8 @@
     python -m pytest tests/model/test_decode.py
 
 A query at position t attends to the min(index_topk, t + 1) keys that `kernels.topk` selects, ties to the lower index: the rule of
-the training forward, through the same kernels. Selections agree except where two scores differ by less than rounding.
+the training forward, through the same kernels. Selections agree except where two scores differ by less than rounding. Under
+IndexShare (model.indexer_types) a shared layer takes the selection of the nearest full layer before it, and caches no index keys.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from kernels.experts import grouped_experts
-from kernels.indexer import select_keys
+from kernels.indexer import ROW_CHUNK, select_keys
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope, rope_cis
 from kernels.sparse_attention import dense_attention, masked_attention
 from kernels.topk import topk_mask
 from model.decode_weights import LATENT_EPS, DecoderWeights, LayerWeights
 from model.kv_cache import LatentCache
+
+Chosen = tuple[
+    torch.Tensor, torch.Tensor | None
+]  # selected bool [B, T], and the positions int64 [B, topk] when few of T
 
 
 class CachedForward:
@@ -35,12 +40,17 @@ class CachedForward:
         return F.linear(rms_norm(hidden_nh, w.final_norm, self.cfg.rms_norm_eps), w.lm_head).float()
 
     def _project(self, lw: LayerWeights, h_nh: torch.Tensor, cis_nr: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x after input_layernorm -> (q latent, kv [N, kv_lora + rope], index key [N, d_I], index head weights [N, n_I])."""
+        """x after input_layernorm -> (q latent, kv [N, kv_lora + rope], index key [N, d_I], index head weights [N, n_I]).
+
+        The last two have no columns in a layer without an indexer.
+        """
         cfg = self.cfg
         q_a, kv_a, rope_k, idx_k, idx_w = F.linear(h_nh, lw.w_in).split(lw.in_sizes, dim=-1)
         q_lat_nq = rms_norm(q_a, lw.q_a_norm, LATENT_EPS)
         rope = cfg.qk_rope_head_dim
         kv_nc = torch.cat([rms_norm(kv_a, lw.kv_a_norm, LATENT_EPS), apply_rope(rope_k, cis_nr)], dim=-1)
+        if lw.index_slot is None:
+            return q_lat_nq, kv_nc, idx_k, idx_w
         idx_k = F.layer_norm(idx_k, (cfg.index_head_dim,), lw.index_norm_weight, lw.index_norm_bias, LATENT_EPS)
         idx_k = torch.cat([apply_rope(idx_k[:, :rope], cis_nr), idx_k[:, rope:]], dim=-1)
         return q_lat_nq, kv_nc, idx_k, idx_w
@@ -98,8 +108,12 @@ class CachedForward:
         lengths_b: torch.Tensor,
         longest: int,
         uniform: bool,
-    ) -> torch.Tensor:
-        """One query per row against its cache, absorbed (MQA) form: [B, H]. lengths_b counts the query's own key."""
+        chosen: Chosen | None,
+    ) -> tuple[torch.Tensor, Chosen | None]:
+        """One query per row against its cache, absorbed (MQA) form: ([B, H], selection for the shared layers that follow).
+
+        lengths_b counts the query's own key. chosen: the selection of the full layer before, read by a shared layer.
+        """
         cfg = self.cfg
         q_nope, q_rope = self._queries(lw, q_lat_bq, cis_br)
         q_lat_bhc = torch.bmm(q_nope.transpose(0, 1), lw.w_uk).transpose(0, 1)
@@ -109,14 +123,15 @@ class CachedForward:
         if not uniform:
             allowed_bt = torch.arange(longest, device=lengths_b.device)[None, :] < lengths_b[:, None]
         if longest > cfg.index_topk:
-            idx_q = self._index_queries(lw, q_lat_bq, cis_br)
-            scores_bt = _index_scores_one(idx_q, cache.index[layer, :, :longest], self._index_weights(idx_w_bj))
-            if allowed_bt is not None:
-                scores_bt = scores_bt.masked_fill_(~allowed_bt, -torch.inf)
-            selected_bt = topk_mask(scores_bt, cfg.index_topk)
-            if longest > 2 * cfg.index_topk:
-                # far beyond top-k, reading only the selected latents is cheaper than masking all of them
-                picks_bk = selected_bt.nonzero()[:, 1].view(-1, cfg.index_topk)
+            if lw.index_slot is not None:
+                idx_q = self._index_queries(lw, q_lat_bq, cis_br)
+                keys_btd = cache.index[lw.index_slot, :, :longest]
+                scores_bt = _index_scores_one(idx_q, keys_btd, self._index_weights(idx_w_bj))
+                if allowed_bt is not None:
+                    scores_bt = scores_bt.masked_fill_(~allowed_bt, -torch.inf)
+                chosen = self._choose(topk_mask(scores_bt, cfg.index_topk))
+            selected_bt, picks_bk = chosen
+            if picks_bk is not None:
                 kv_btc = kv_btc.gather(1, picks_bk[:, :, None].expand(-1, -1, kv_btc.shape[-1]))
                 allowed_bt = None if allowed_bt is None else allowed_bt.gather(1, picks_bk)
             else:
@@ -127,7 +142,26 @@ class CachedForward:
         probs_bht = torch.softmax(scores_bht, dim=-1).to(kv_btc.dtype)
         o_lat_bhc = torch.bmm(probs_bht, kv_btc[..., : cfg.kv_lora_rank])
         o_bhv = torch.bmm(o_lat_bhc.transpose(0, 1), lw.w_uv).transpose(0, 1)
-        return F.linear(o_bhv.reshape(o_bhv.shape[0], -1), lw.w_o)
+        return F.linear(o_bhv.reshape(o_bhv.shape[0], -1), lw.w_o), chosen
+
+    def _choose(self, selected_bt: torch.Tensor) -> Chosen:
+        """A selection with its key positions where reading only these is cheaper than masking all: far beyond top-k."""
+        topk = self.cfg.index_topk
+        return selected_bt, selected_bt.nonzero()[:, 1].view(-1, topk) if selected_bt.shape[1] > 2 * topk else None
+
+    def _chosen_last(self, masks: list[torch.Tensor] | None, lengths_b: torch.Tensor) -> Chosen | None:
+        """What the last token of each prompt selected, from the masks of whole prompts; rows below top-k keys select all."""
+        if masks is None:
+            return None
+        selected_bt = torch.zeros(len(lengths_b), masks[-1].shape[2], dtype=torch.bool, device=lengths_b.device)
+        for b, row in enumerate((lengths_b - 1).tolist()):
+            mask_brt = masks[row // ROW_CHUNK]
+            selected_bt[b, : mask_brt.shape[2]] = mask_brt[b, row % ROW_CHUNK]
+        if (
+            int(selected_bt.sum(-1).min()) < self.cfg.index_topk
+        ):  # picks need equal counts: fill up with keys that are masked
+            selected_bt = topk_mask(selected_bt.float(), self.cfg.index_topk)
+        return self._choose(selected_bt)
 
     def prefill(self, prompts: Sequence[Sequence[int]], last_only: bool) -> tuple[torch.Tensor, LatentCache | None]:
         """Run whole prompts, packed without padding outside attention.
@@ -159,28 +193,36 @@ class CachedForward:
         cache = None
         if last_only:
             kv_dim = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-            cache = LatentCache.empty(len(w.layers), batch, longest + 1, kv_dim, cfg.index_head_dim, like=w.embed)
+            cache = LatentCache.empty(
+                len(w.layers), batch, longest + 1, kv_dim, cfg.index_head_dim, w.embed, index_layers=w.index_layers
+            )
+        masks = None
         for layer, lw in enumerate(w.layers):
             q_lat, kv_nc, idx_k, idx_w = self._project(lw, rms_norm(x_nh, lw.input_norm, cfg.rms_norm_eps), cis_nr)
             if cache is not None:
                 cache.kv[layer, :, :longest] = pad(kv_nc)
-                cache.index[layer, :, :longest] = pad(idx_k)
+                if lw.index_slot is not None:
+                    cache.index[lw.index_slot, :, :longest] = pad(idx_k)
             if last_only and layer == len(w.layers) - 1:
                 last_b = lengths_b.cumsum(0) - 1
                 x_nh = x_nh[last_b]
-                out = self._attend_cached(
-                    layer, lw, cache, q_lat[last_b], idx_w[last_b], cis_nr[last_b], lengths_b, longest, uniform
+                chosen = self._chosen_last(masks, lengths_b) if lw.index_slot is None else None
+                out, _ = self._attend_cached(
+                    layer, lw, cache, q_lat[last_b], idx_w[last_b], cis_nr[last_b], lengths_b, longest, uniform, chosen
                 )
             else:
-                out = self._attend_prompt(lw, q_lat, kv_nc, idx_k, idx_w, cis_nr, pad)
+                out, masks = self._attend_prompt(lw, q_lat, kv_nc, idx_k, idx_w, cis_nr, pad, masks)
                 out = out.flatten(0, 1) if slot_n is None else out.flatten(0, 1)[slot_n]
                 out = F.linear(out, lw.w_o)
             x_nh = x_nh + out
             x_nh = x_nh + self._mlp(lw, rms_norm(x_nh, lw.post_norm, cfg.rms_norm_eps))
         return x_nh, cache
 
-    def _attend_prompt(self, lw, q_lat, kv_nc, idx_k, idx_w, cis_nr, pad) -> torch.Tensor:
-        """Causal attention of whole prompts, multi-head form: [B, S, heads * v_head_dim]; rows past a prompt's end are unused."""
+    def _attend_prompt(
+        self, lw, q_lat, kv_nc, idx_k, idx_w, cis_nr, pad, masks
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Causal attention of whole prompts, multi-head form: ([B, S, heads * v_head_dim], selection); rows past a prompt's end
+        are unused. masks: the selection of the full layer before, read by a shared layer."""
         cfg = self.cfg
         q_nope, q_rope = self._queries(lw, q_lat, cis_nr)
         q_bhsd = pad(torch.cat([q_nope, q_rope], dim=-1)).transpose(1, 2)
@@ -192,10 +234,11 @@ class CachedForward:
         if k_bhsd.shape[2] <= cfg.index_topk:
             o_bhsv = dense_attention(q_bhsd, k_bhsd, v_bhsd, lw.scale)
         else:
-            idx_q, idx_w = pad(self._index_queries(lw, q_lat, cis_nr)), pad(self._index_weights(idx_w))
-            masks = self._select(idx_q, pad(idx_k), idx_w)
+            if lw.index_slot is not None:
+                idx_q, idx_w = pad(self._index_queries(lw, q_lat, cis_nr)), pad(self._index_weights(idx_w))
+                masks = self._select(idx_q, pad(idx_k), idx_w)
             o_bhsv = masked_attention(q_bhsd, k_bhsd, v_bhsd, masks, lw.scale)
-        return o_bhsv.transpose(1, 2).flatten(2)
+        return o_bhsv.transpose(1, 2).flatten(2), masks
 
     def step(self, ids_b: torch.Tensor, lengths_b: torch.Tensor, cache: LatentCache) -> torch.Tensor:
         """Write each row's token `ids_b` at position `lengths_b` of its cache and return the logits after it, float32 [B, V]."""
@@ -207,16 +250,21 @@ class CachedForward:
         rows_b = torch.arange(len(lengths), device=ids_b.device)
         cis_br = rope_cis(lengths_b, cfg.qk_rope_head_dim, cfg.rope_theta)
         x_bh = w.embed[ids_b]
-        counts_b = lengths_b + 1
+        counts_b, chosen = lengths_b + 1, None
         for layer, lw in enumerate(w.layers):
             q_lat, kv_bc, idx_k, idx_w = self._project(lw, rms_norm(x_bh, lw.input_norm, cfg.rms_norm_eps), cis_br)
             if uniform:
                 cache.kv[layer, :, longest - 1] = kv_bc
-                cache.index[layer, :, longest - 1] = idx_k
             else:
                 cache.kv[layer].index_put_((rows_b, lengths_b), kv_bc)
-                cache.index[layer].index_put_((rows_b, lengths_b), idx_k)
-            x_bh = x_bh + self._attend_cached(layer, lw, cache, q_lat, idx_w, cis_br, counts_b, longest, uniform)
+            if lw.index_slot is not None and uniform:
+                cache.index[lw.index_slot, :, longest - 1] = idx_k
+            elif lw.index_slot is not None:
+                cache.index[lw.index_slot].index_put_((rows_b, lengths_b), idx_k)
+            out_bh, chosen = self._attend_cached(
+                layer, lw, cache, q_lat, idx_w, cis_br, counts_b, longest, uniform, chosen
+            )
+            x_bh = x_bh + out_bh
             x_bh = x_bh + self._mlp(lw, rms_norm(x_bh, lw.post_norm, cfg.rms_norm_eps))
         return self.logits(x_bh)
 

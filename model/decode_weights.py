@@ -33,9 +33,10 @@ class LayerWeights:
     w_uv: torch.Tensor  # [heads, kv_lora, v]
     w_o: torch.Tensor  # [H, heads * v]
     scale: float
-    index_wq_b: torch.Tensor  # [n_I * d_I, q_lora]
-    index_norm_weight: torch.Tensor
-    index_norm_bias: torch.Tensor
+    index_slot: int | None  # place among the layers with an indexer; None: the selection of the one before is shared
+    index_wq_b: torch.Tensor | None  # [n_I * d_I, q_lora]
+    index_norm_weight: torch.Tensor | None
+    index_norm_bias: torch.Tensor | None
     gate_up: torch.Tensor  # dense [2 * intermediate, H], or experts [E, 2 * m, H]
     down: torch.Tensor  # dense [H, intermediate], or experts [E, H, m]
     router: torch.Tensor | None = None  # float32 [E, H]; None in a dense layer
@@ -53,6 +54,11 @@ class DecoderWeights:
     lm_head: torch.Tensor
     layers: list[LayerWeights]
 
+    @property
+    def index_layers(self) -> int:
+        """Layers with an indexer of their own."""
+        return sum(lw.index_slot is not None for lw in self.layers)
+
     @classmethod
     @torch.no_grad()
     def read(cls, model: torch.nn.Module, dtype: str = "float32") -> DecoderWeights:
@@ -60,6 +66,12 @@ class DecoderWeights:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         cfg = model.cfg
+        for field, value in (("attention", cfg.attention != "mla"), ("layer_types", cfg.layer_types is not None)):
+            if value:
+                raise ValueError(
+                    f"the cached decoder runs MLA layers alone, but model.{field} is {getattr(cfg, field)!r}; "
+                    "model.full_decode.generate continues prompts by whole forward passes"
+                )
         named = dict(model.named_parameters()) | dict(model.named_buffers())
 
         def vector(name: str) -> torch.Tensor:
@@ -74,12 +86,10 @@ class DecoderWeights:
         for layer in range(cfg.num_hidden_layers):
             at = f"model.layers.{layer}"
             attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-            parts = [
-                matrix(f"{attn}.q_a_proj.weight"),
-                matrix(f"{attn}.kv_a_proj_with_mqa.weight"),
-                matrix(f"{attn}.indexer.wk.weight"),
-                matrix(f"{attn}.indexer.weights_proj.weight"),
-            ]
+            indexer = f"{attn}.indexer" if cfg.has_indexer(layer) else None
+            parts = [matrix(f"{attn}.q_a_proj.weight"), matrix(f"{attn}.kv_a_proj_with_mqa.weight")]
+            if indexer is not None:
+                parts += [matrix(f"{indexer}.wk.weight"), matrix(f"{indexer}.weights_proj.weight")]
             kv_b = matrix(f"{attn}.kv_b_proj.weight")
             heads = kv_b.view(cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
             weights = LayerWeights(
@@ -90,8 +100,8 @@ class DecoderWeights:
                     cfg.q_lora_rank,
                     cfg.kv_lora_rank,
                     cfg.qk_rope_head_dim,
-                    cfg.index_head_dim,
-                    cfg.index_n_heads,
+                    cfg.index_head_dim if indexer is not None else 0,
+                    cfg.index_n_heads if indexer is not None else 0,
                 ],
                 q_a_norm=vector(f"{attn}.q_a_layernorm.weight"),
                 kv_a_norm=vector(f"{attn}.kv_a_layernorm.weight"),
@@ -101,9 +111,10 @@ class DecoderWeights:
                 w_uv=heads[:, cfg.qk_nope_head_dim :].transpose(1, 2),
                 w_o=matrix(f"{attn}.o_proj.weight"),
                 scale=(cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5,
-                index_wq_b=matrix(f"{attn}.indexer.wq_b.weight"),
-                index_norm_weight=vector(f"{attn}.indexer.k_norm.weight"),
-                index_norm_bias=vector(f"{attn}.indexer.k_norm.bias"),
+                index_slot=sum(map(cfg.has_indexer, range(layer))) if indexer is not None else None,
+                index_wq_b=matrix(f"{indexer}.wq_b.weight") if indexer is not None else None,
+                index_norm_weight=vector(f"{indexer}.k_norm.weight") if indexer is not None else None,
+                index_norm_bias=vector(f"{indexer}.k_norm.bias") if indexer is not None else None,
                 gate_up=matrix(f"{mlp}.experts.gate_up_proj")
                 if layer >= cfg.first_k_dense_replace
                 else _gate_up(matrix, mlp),

@@ -17,8 +17,8 @@ class LatentCache:
     """Growing cache for B rows and L layers.
 
     kv: [L, B, capacity, kv_lora_rank + qk_rope_head_dim] (normalised latent, then the rotated shared key);
-    index: [L, B, capacity, index_head_dim] (indexer keys after LayerNorm and RoPE). Entries at or past a row's length are zero or
-    stale and must be masked by the reader.
+    index: [layers with an indexer, B, capacity, index_head_dim] (indexer keys after LayerNorm and RoPE). Entries at or past a
+    row's length are zero or stale and must be masked by the reader.
     """
 
     def __init__(self, kv: torch.Tensor, index: torch.Tensor) -> None:
@@ -26,11 +26,19 @@ class LatentCache:
 
     @classmethod
     def empty(
-        cls, layers: int, rows: int, capacity: int, kv_dim: int, index_dim: int, like: torch.Tensor
+        cls,
+        layers: int,
+        rows: int,
+        capacity: int,
+        kv_dim: int,
+        index_dim: int,
+        like: torch.Tensor,
+        index_layers: int | None = None,
     ) -> LatentCache:
-        """Zeroed cache with `like`'s dtype and device; capacity is rounded up to a block."""
+        """Zeroed cache with `like`'s dtype and device; capacity is rounded up to a block. index_layers: all when None."""
         capacity = _round_up(capacity)
-        return cls(like.new_zeros(layers, rows, capacity, kv_dim), like.new_zeros(layers, rows, capacity, index_dim))
+        index = like.new_zeros(layers if index_layers is None else index_layers, rows, capacity, index_dim)
+        return cls(like.new_zeros(layers, rows, capacity, kv_dim), index)
 
     @property
     def rows(self) -> int:
