@@ -3,9 +3,9 @@
 A measurement is a function of `Stats` (the document's lines and words, split once) that returns a float, or None where it
 does not apply to the language. A document is removed by the first rule whose measurement leaves its [low, high].
 The paper gives no thresholds (notes D.2), so all of them are configuration; profile tiny, whose corpus is rich in reference
-pages, has wider ones than the papers, profile glm5 the papers' own. C4's list of bad words is not here. C4 drops single
+pages, has wider ones than the papers, profile glm5 the papers' own. C4 drops single
 lines; here the share of such lines decides about the page, since main content extraction has already dropped what is not
-text.
+text. Dropping lines as C4 does, and its bad words, are options of their own (tasks/web_lines.py).
 
     python -m tasks.filters < page.txt     prints every measurement of a text
 """

@@ -40,7 +40,7 @@ def curation_section(data: Collected) -> str:
             Bar(
                 name.replace("_", " "),
                 [(left, 2, f"{left:,}")],
-                f"{left:,}" + (f" ({left - was:,})" if left != was else ""),
+                f"{left:,}" + (f" ({left - was:,})" if left != was else "") + _tokens(data.metrics["web"], name),
             )
             for (name, left), was in zip(filters, before)
         ]
@@ -51,6 +51,12 @@ def curation_section(data: Collected) -> str:
     if audits:
         text += f" Samples of kept and removed text at each threshold: {audits} (artifacts of the run in MLflow, too)."
     return section("curation", "Curation funnel", text, content)
+
+
+def _tokens(web: Mapping[str, Any], step: str) -> str:
+    """What a step of the web funnel leaves, in tokens (an estimate)."""
+    left = web.get("funnel_tokens", {}).get(step)
+    return "" if left is None else f", ~{left / 1e6:.2f} M tokens" if left >= 1e5 else f", ~{left:,} tokens"
 
 
 def _domains(dedup: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ are, with language and scores. Works in two passes over units (tasks/web_pages.p
 memory does not grow with the corpus; the classifiers are trained between the passes. Writes documents/ (score columns
 `lang_score`, `quality`, `quality_<model>`, `quality_bucket`, and `knowledge`, `educational`, `machine_text`, `template` of
 pages: tasks/web_judges.py), exclusions/ (what was removed, by which rule, at which value), quality/ and judges/ (the
-classifiers), audit/ (pictures, tables and samples for people). metrics/web.json holds the funnel: documents and bytes left
-after each step (notes D.2).
+classifiers), audit/ (pictures, tables and samples for people). metrics/web.json holds the funnel: documents, bytes and
+tokens (estimated: tasks/token_estimate.py) left after each step (notes D.2).
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from tasks.warc import target_uri
 from tasks.web_audit import Flow, Tally, bin_start, write_audit
 from tasks.web_judges import COLUMNS as JUDGES
 from tasks.web_judges import MACHINE_STEPS, JudgesConfig, machine_made, rescued, train
+from tasks.web_lines import check_line_rules, read_list
 from tasks.web_pages import ReadTask, Rules, ScoreTask, iter_batches, read_unit, score_columns, score_unit
 
 DOMAINS = ("encyclopedia", "prose", "web")
 LANGUAGE_STEPS = ("min_chars", "language_unclear", "language_not_wanted")
 BUCKET_STEP = "quality_bucket"
+LINES = "line_"  # before the name of a line rule in the exclusions table: the page itself goes on
 
 
 class QualityConfig(BaseModel):
@@ -71,6 +73,13 @@ class Config(EngineConfig):
     filters: dict[str, Bounds] = Field(
         description="rule -> [low, high], null for open; in this order; a rule that is null is off (tasks/filters.py)"
     )
+    lines: dict[str, bool | int] = Field(
+        {},
+        description="C4's rules that drop single lines of a page before the filters; empty: none (tasks/web_lines.py)",
+    )
+    bad_words: dict[str, str] = Field(
+        {}, description="language or * -> file of words; a page with one is removed (tasks/web_lines.py)"
+    )
     quality: QualityConfig
     judges: JudgesConfig = Field(JudgesConfig(), description="world knowledge, educational value, machine-made text")
 
@@ -90,7 +99,9 @@ def plan_units(config: Config, acquired: Path, ingested: Path | None, folder: Pa
         )
     index = read_index(acquired)
     sources = {item: (name, s.kind) for name, s in config.quality.sources.items() for item in s.items}
-    rules = Rules(config.min_chars, config.min_lang_score, config.languages, config.filters)
+    rules = Rules(
+        config.min_chars, config.min_lang_score, config.languages, config.filters, config.lines, config.bad_words
+    )
 
     def unit(name: str, kind: str, path: Path, rows: Sequence[dict]) -> ReadTask:
         return ReadTask(
@@ -122,6 +133,8 @@ def plan_units(config: Config, acquired: Path, ingested: Path | None, folder: Pa
 def run(stage: Stage) -> None:
     config: Config = stage.config
     check_rules(config.filters)
+    check_line_rules(config.lines)
+    listed = {lang: len(read_list(Path(path))) for lang, path in sorted(config.bad_words.items())}
     acquired, out = stage.dep("data/acquire"), stage.out("data/web")
     folder = stage.scratch / "units"
     units = plan_units(config, acquired, stage.dep("data/ingest"), folder)
@@ -132,8 +145,15 @@ def run(stage: Stage) -> None:
         judged = _train_judges(stage, acquired, units, out)
         _score(stage, engine, acquired, units, classifier is not None)
     with Exclusions(out) as excluded:
+        words = ("bad_words",) if listed else ()
         flow = Flow(
-            (*LANGUAGE_STEPS, *(name for name, bounds in config.filters.items() if bounds), *MACHINE_STEPS, BUCKET_STEP)
+            (
+                *LANGUAGE_STEPS,
+                *words,
+                *(name for name, bounds in config.filters.items() if bounds),
+                *MACHINE_STEPS,
+                BUCKET_STEP,
+            )
         )
         columns = [*(score_columns(classifier) if classifier else ["quality"]), *JUDGES]
         rows = _documents(config, units, classifier, excluded, flow, tally)
@@ -145,8 +165,13 @@ def run(stage: Stage) -> None:
     stage.metric(
         funnel=flow.left(),
         funnel_bytes=flow.left("bytes"),
-        removed=dict(sorted(excluded.counts.items())),
+        funnel_tokens=flow.left("tokens"),
+        removed={k: n for k, n in sorted(excluded.counts.items()) if not k.startswith(LINES)},
         removed_bytes={step: n["bytes"] for step, n in sorted(flow.removed.items()) if n["bytes"]},
+        removed_tokens={step: n["tokens"] for step, n in sorted(flow.removed.items()) if n["tokens"]},
+        tokens=dict(sorted(flow.tokens.items())),
+        **({"dropped_lines": dict(sorted(flow.lines.items()))} if config.lines else {}),
+        **({"bad_words_listed": listed} if listed else {}),
         documents=summary["domains"],
         megabytes=round(summary["bytes"] / 1e6, 3),
         languages=dict(sorted(pages.items(), key=lambda pair: (-pair[1], pair[0]))[:12]),
@@ -154,7 +179,8 @@ def run(stage: Stage) -> None:
         judges=judged,
         rescued=flow.rescued["documents"],
     )
-    stage.rows(documents=summary["documents"], excluded=sum(excluded.counts.values()))
+    removed = sum(n for reason, n in excluded.counts.items() if not reason.startswith(LINES))
+    stage.rows(documents=summary["documents"], excluded=removed)
     stage.print(
         f"{flow.entered['documents']} pages -> {flow.left()[BUCKET_STEP]}; with encyclopedia and prose "
         f"{summary['documents']} documents"
@@ -289,7 +315,10 @@ def _documents(
     for unit in units:
         for row in _rows(unit):
             reason, value = row.pop("removed"), row.pop("removed_value")
-            size = len(row["text"].encode("utf-8"))
+            size = {"bytes": len(row["text"].encode("utf-8")), "tokens": row.pop("tokens")}
+            for rule, lines in json.loads(row.pop("dropped_lines") or "{}").items():
+                excluded.add(row | {"text": "\n".join(lines)}, LINES + rule, len(lines))
+                flow.lines[rule] += len(lines)
             licence = json.loads(row["meta"]).get("licence", "")
             if unit.kind == "texts":
                 flow.keep(row, size, licence)
@@ -317,7 +346,7 @@ def _documents(
                 far = abs(row["quality"] - ends[english])
                 tally.sample("quality", "removed" if low else "kept", far, row["quality"], row)
                 if low and rescued(config.judges, row):
-                    flow.rescued.update(documents=1, bytes=size)
+                    flow.rescued.update(documents=1, **size)
                     tally.sample("rescued", "kept", 1 - row["knowledge"], row["knowledge"], row)
                 elif low:
                     excluded.add(row, BUCKET_STEP, row["quality"])

@@ -76,7 +76,7 @@ class Tally:
 
 
 class Flow:
-    """Documents and bytes that each step of the funnel saw and removed."""
+    """Documents, bytes and tokens that each step of the funnel saw and removed; a size is {"bytes": n, "tokens": n}."""
 
     def __init__(self, steps: Sequence[str]) -> None:
         self.steps = tuple(steps)
@@ -85,19 +85,22 @@ class Flow:
         self.removed: dict[str, Counter[str]] = {step: Counter() for step in steps}
         self.languages: dict[str, Counter[str]] = defaultdict(Counter)
         self.licences: dict[str, Counter[str]] = defaultdict(Counter)
+        self.tokens: Counter[str] = Counter()  # kept, by domain
+        self.lines: Counter[str] = Counter()  # dropped from pages, by rule
 
-    def enter(self, size: int) -> None:
-        self.entered.update(documents=1, bytes=size)
+    def enter(self, size: Mapping[str, int]) -> None:
+        self.entered.update(documents=1, **size)
 
-    def remove(self, step: str, size: int) -> None:
-        self.removed[step].update(documents=1, bytes=size)
+    def remove(self, step: str, size: Mapping[str, int]) -> None:
+        self.removed[step].update(documents=1, **size)
 
-    def keep(self, row: Mapping[str, Any], size: int, licence: str) -> None:
-        self.languages[row["lang"]].update({row["domain"]: 1, "documents": 1, "bytes": size})
-        self.licences[licence or "not stated"].update({row["domain"]: 1, "documents": 1, "bytes": size})
+    def keep(self, row: Mapping[str, Any], size: Mapping[str, int], licence: str) -> None:
+        self.tokens[row["domain"]] += size["tokens"]
+        self.languages[row["lang"]].update({row["domain"]: 1, "documents": 1, **size})
+        self.licences[licence or "not stated"].update({row["domain"]: 1, "documents": 1, **size})
 
     def left(self, unit: str = "documents") -> dict[str, int]:
-        """{"pages": all, step: left after it, ...} in order; `unit` is documents or bytes."""
+        """{"pages": all, step: left after it, ...} in order; `unit` is documents, bytes or tokens."""
         number = self.entered[unit]
         found = {"pages": number}
         for step in self.steps:
@@ -107,20 +110,22 @@ class Flow:
 
     def table(self) -> list[list]:
         """Rows of funnel.csv."""
-        documents, sizes = self.left(), self.left("bytes")
-        rows: list[list] = [["step", "documents_left", "bytes_left", "documents_removed", "bytes_removed"]]
-        for step in documents:
+        units = ("documents", "tokens", "bytes")
+        left = {unit: self.left(unit) for unit in units}
+        rows: list[list] = [["step", *(f"{u}_left" for u in units), *(f"{u}_removed" for u in units)]]
+        for step in left["documents"]:
             lost = self.removed.get(step, Counter())
-            rows.append([step, documents[step], sizes[step], lost["documents"], lost["bytes"]])
+            rows.append([step, *(left[u][step] for u in units), *(lost[u] for u in units)])
         return rows
 
 
 def counts_table(name: str, counts: Mapping[str, Counter[str]]) -> list[list]:
-    """Rows of a table of documents and bytes by `name`, the largest first, with a column per domain."""
-    domains = sorted({k for c in counts.values() for k in c} - {"documents", "bytes"})
-    rows: list[list] = [[name, "documents", "bytes", *domains]]
+    """Rows of a table of documents, tokens and bytes by `name`, the largest first, with a column per domain."""
+    units = ("documents", "tokens", "bytes")
+    domains = sorted({k for c in counts.values() for k in c} - set(units))
+    rows: list[list] = [[name, *units, *domains]]
     for key, c in sorted(counts.items(), key=lambda pair: (-pair[1]["bytes"], pair[0])):
-        rows.append([key, c["documents"], c["bytes"], *(c[d] for d in domains)])
+        rows.append([key, *(c[u] for u in units), *(c[d] for d in domains)])
     return rows
 
 
@@ -147,7 +152,7 @@ def write_audit(folder: Path, flow: Flow, tally: Tally) -> list[Path]:
 
 def _page(tables: Mapping[str, list[list]], found: Mapping[str, Any]) -> str:
     parts = ["<!doctype html><meta charset='utf-8'><title>Web curation</title><style>", _STYLE, "</style>"]
-    parts.append("<h1>Web curation: what was kept and what was not</h1>")
+    parts.append("<h1>Web curation: what was kept and what was not</h1><p>Tokens are estimated from the bytes.</p>")
     for name, rows in tables.items():
         parts.append(f"<h2>{name.title()}</h2><table>")
         for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.documents import COLUMNS, document
+from tasks.documents import COLUMNS, document, document_id
 from tasks.extract import NotText, boilerplate, clean_text, decode_html, extract_page
 from tasks.files import atomic_write
 from tasks.filters import Bounds, Stats, measure_rules
@@ -31,15 +31,18 @@ from tasks.quality import QualityClassifier, StaticEmbedder
 from tasks.quality_examples import Example, choose, mail_text, page_examples
 from tasks.records import read_record_shard
 from tasks.texts import BadFile, file_documents
+from tasks.token_estimate import estimate_tokens
 from tasks.warc import BadRecord, read_warc
 from tasks.web_audit import Tally
 from tasks.web_judges import COLUMNS as JUDGES
 from tasks.web_judges import load_judges
+from tasks.web_lines import bad_words, drop_lines
 
 BATCH = 512
 PAGE_SCHEMA = pa.schema(
     [(c, pa.string()) for c in COLUMNS]
     + [("lang_score", pa.float64()), ("removed", pa.string()), ("removed_value", pa.float64())]
+    + [("tokens", pa.int64()), ("dropped_lines", pa.string())]
 )
 
 
@@ -51,6 +54,8 @@ class Rules:
     min_lang_score: float
     languages: tuple[str, ...]
     filters: dict[str, Bounds]
+    lines: dict[str, bool | int] = field(default_factory=dict)
+    bad_words: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,9 +191,17 @@ def violation(rules: Rules, row: dict[str, Any], tally: Tally) -> tuple[str, flo
         return "language_unclear", score
     if rules.languages and lang not in rules.languages:
         return "language_not_wanted", score
+    if rules.bad_words and (found := bad_words(text, lang, rules.bad_words)):
+        return "bad_words", found
     broken, values = measure_rules(Stats(text, lang), rules.filters)
     tally.measured(row, values, rules.filters, broken[0] if broken else "")
     return broken
+
+
+def cut_lines(row: dict[str, Any], rules: dict[str, bool | int]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """(the page without the lines that `rules` drop, {rule: those lines}); its id is that of the text that is left."""
+    text, dropped = drop_lines(row["text"], row["lang"], rules)
+    return (row | {"text": text, "id": document_id(row["source"], text)} if dropped else row), dropped
 
 
 def read_unit(task: ReadTask) -> dict[str, Any]:
@@ -206,9 +219,14 @@ def read_unit(task: ReadTask) -> dict[str, Any]:
             if isinstance(found, Bad):
                 bad.append({"id": found.record_id, "reason": found.reason, "detail": found.detail[:2000]})
                 continue
-            row = found.row
+            row, dropped = found.row, {}
+            if found.filtered and task.rules.lines:
+                row, dropped = cut_lines(row, task.rules.lines)
             broken = violation(task.rules, row, tally) if found.filtered else None
-            write(row | {"removed": broken[0] if broken else None, "removed_value": broken[1] if broken else None})
+            verdict = {"removed": broken[0] if broken else None, "removed_value": broken[1] if broken else None}
+            verdict |= {"tokens": estimate_tokens(row["text"])}
+            verdict |= {"dropped_lines": json.dumps(dropped, ensure_ascii=True) if dropped else None}
+            write(row | verdict)
             pages += 1
             if found.item in task.sources and row["lang"] in ("en", ""):
                 name, kind = task.sources[found.item]

@@ -261,7 +261,7 @@ def test_audit_shows_texts_on_both_sides_of_a_threshold(default):
     page = (out / "audit/index.html").read_text()
     assert ENGLISH[:60] in page and "<h2>Funnel</h2>" in page and "<h2>lorem_ipsum</h2>" in page
     licences = (out / "audit/licences.csv").read_text().splitlines()
-    assert licences[0].startswith("licence,documents,bytes") and any(
+    assert licences[0].startswith("licence,documents,tokens,bytes") and any(
         line.startswith("CC-BY-SA-4.0,32,") for line in licences
     )
 
@@ -277,3 +277,48 @@ def test_spam_mails_teach_and_are_no_documents(acquired, tmp_path):
     example = json.loads((tmp_path / "out/t.examples.jsonl").read_text())
     assert (example["source"], example["good"]) == ("spam", False)
     assert "Received" not in example["text"] and "sailors saw of the coast" in example["text"]
+
+
+def test_tokens_go_through_the_funnel_beside_documents(default):
+    from tasks.token_estimate import estimate_tokens
+
+    out, metrics = default
+    documents = list(read_documents(out))
+    total = Counter()
+    for d in documents:
+        total[d["domain"]] += estimate_tokens(d["text"])
+    assert metrics["tokens"] == total and metrics["funnel_tokens"]["quality_bucket"] == total["web"] > 0
+    lost = metrics["funnel_tokens"]["pages"] - metrics["funnel_tokens"]["quality_bucket"]
+    assert sum(metrics["removed_tokens"].values()) == lost > 0
+    with open(out / "audit/funnel.csv") as file:
+        assert {r["step"]: int(r["tokens_left"]) for r in csv.DictReader(file)} == metrics["funnel_tokens"]
+
+
+def test_lines_and_bad_words_are_dropped_when_asked_for(acquired, tmp_path):
+    listed = tmp_path / "words.txt"
+    listed.write_text("sailors\n")
+    plain, before = run(tmp_path / "plain", acquired)
+    out, metrics = run(tmp_path / "cut", acquired, lines={"words": 4}, bad_words={"en": str(listed)})
+    assert metrics["bad_words_listed"] == {"en": 1} and "dropped_lines" not in before
+    rows = Counter(r["reason"] for r in read_exclusions(out))
+    assert metrics["removed"]["bad_words"] == rows["bad_words"] > 0 and rows["line_words"] > 0
+    assert metrics["dropped_lines"]["words"] == sum(
+        r["score"] for r in read_exclusions(out) if r["reason"] == "line_words"
+    )
+    pages = [d for d in read_documents(out) if d["domain"] == "web"]
+    assert pages and not any("sailors" in d["text"] and d["lang"] == "en" for d in pages)
+    assert all(len(line.split()) >= 4 for d in pages for line in d["text"].splitlines() if line.strip())
+    others = [[d for d in read_documents(o) if d["domain"] != "web"] for o in (plain, out)]
+    assert [d["text"] for d in others[0]] == [d["text"] for d in others[1]]  # books keep their lines
+    with pytest.raises(ValueError, match="no rule 'short'"):
+        run(tmp_path / "wrong", acquired, lines={"short": 3})
+    with pytest.raises(ValueError, match="absent.txt: cannot be read"):
+        run(tmp_path / "absent", acquired, bad_words={"en": "absent.txt"})
+
+
+@pytest.mark.slow
+def test_ray_changes_no_byte(acquired, tmp_path):
+    pytest.importorskip("ray")
+    outs = [run(tmp_path / engine, acquired, engine=engine, workers=2)[0] for engine in ("local", "ray")]
+    hashes = [{p.relative_to(o): sha256_file(p) for p in list_files(o) if p.name != "manifest.json"} for o in outs]
+    assert hashes[0] == hashes[1] and len(hashes[0]) > 5
