@@ -6,8 +6,11 @@ stored as model.layers.{num_hidden_layers}.*, which transformers ignores.
 Run its tests: `python -m pytest tests/model/test_checkpoint.py`
 """
 
+import hashlib
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -64,6 +67,23 @@ def _shards(tensors: dict[str, torch.Tensor], limit: int) -> list[list[str]]:
     return shards
 
 
+def write_configs(cfg: ModelConfig, dtype: torch.dtype, directory: Path) -> None:
+    """config.json and generation_config.json of a checkpoint whose matrices are of `dtype`."""
+    _write_json(directory / "config.json", {**cfg.to_hf(), "dtype": str(dtype).removeprefix("torch.")})
+    generation = {"eos_token_id": list(cfg.eos_token_ids) or None, "pad_token_id": cfg.pad_token_id}
+    _write_json(
+        directory / "generation_config.json",
+        {"do_sample": True, "temperature": 1.0, **{k: v for k, v in generation.items() if v is not None}},
+    )
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """The tokenizer's files that `source` has."""
+    for filename in TOKENIZER_FILES:
+        if (source / filename).exists():
+            shutil.copyfile(source / filename, directory / filename)
+
+
 def save_checkpoint(
     model: GlmMoeDsa,
     directory: Path | str,
@@ -74,13 +94,7 @@ def save_checkpoint(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = disk_tensors(model)
-    dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", {**model.cfg.to_hf(), "dtype": dtype})
-    generation = {"eos_token_id": list(model.cfg.eos_token_ids) or None, "pad_token_id": model.cfg.pad_token_id}
-    _write_json(
-        directory / "generation_config.json",
-        {"do_sample": True, "temperature": 1.0, **{k: v for k, v in generation.items() if v is not None}},
-    )
+    write_configs(model.cfg, model.model.embed_tokens.weight.dtype, directory)
     shards = _shards(tensors, max_shard_bytes)
     weight_map = {}
     for i, names in enumerate(shards, 1):
@@ -92,9 +106,7 @@ def save_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(directory / "model.safetensors.index.json", index)
     if tokenizer_dir is not None:
-        for filename in TOKENIZER_FILES:
-            if (Path(tokenizer_dir) / filename).exists():
-                shutil.copyfile(Path(tokenizer_dir) / filename, directory / filename)
+        copy_tokenizer(Path(tokenizer_dir), directory)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -113,15 +125,45 @@ def load_config(directory: Path | str) -> ModelConfig:
     return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
 
 
+def verify_files(directory: Path | str, files: list[Path]) -> None:
+    """ValueError naming the first of `files` that is not what the directory's manifest.json lists (SHA-256).
+
+    Directories without a manifest (published ones) have nothing to be checked against.
+    """
+    manifest = Path(directory) / "manifest.json"
+    if not manifest.is_file():
+        return
+    listed = {row["path"]: row for row in json.loads(manifest.read_text(encoding="utf-8")).get("files", [])}
+
+    def check(path: Path) -> str | None:
+        row = listed.get(path.name)
+        if row is None or not path.is_file():
+            return None  # written after the manifest, or missing: the caller says so
+        if path.stat().st_size != row["bytes"]:
+            return f"{path} has {path.stat().st_size} bytes, its manifest lists {row['bytes']}"
+        with open(path, "rb") as handle:
+            if hashlib.file_digest(handle, "sha256").hexdigest() != row["sha256"]:
+                return f"{path} does not match the hash in its manifest: it was damaged or changed after it was written"
+        return None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
+        problem = next((p for p in pool.map(check, files) if p), None)
+    if problem:
+        raise ValueError(problem)
+
+
 @torch.no_grad()
 def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
-    """Fill a model's tensors in place from a checkpoint. ValueError lists missing, unexpected or wrongly shaped names.
+    """Fill a model's tensors in place from a checkpoint. ValueError lists missing, unexpected or wrongly shaped names, or
+    names the file that is not what the directory's manifest lists.
 
     A checkpoint without an MTP layer (as transformers saves one) fits only a model with num_nextn_predict_layers 0.
     """
     targets = disk_tensors(model)
     missing, unexpected, wrong = set(targets), [], []
-    for path in _files(Path(directory)):
+    files = _files(Path(directory))
+    verify_files(directory, [*files, Path(directory) / "config.json"])
+    for path in files:
         if not path.exists():
             raise ValueError(f"checkpoint file {path.name} is missing in {path.parent}")
         with safe_open(path, framework="pt") as file:
@@ -149,7 +191,13 @@ def load_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -
 
     transformers drops the MTP layer when it re-saves a model but keeps num_nextn_predict_layers: set that to 0 there.
     """
-    cfg = load_config(directory)
+    model = build_empty(load_config(directory), dtype)
+    load_weights(model, directory)
+    return model
+
+
+def build_empty(cfg: ModelConfig, dtype: torch.dtype) -> GlmMoeDsa:
+    """A model whose tensors are allocated in `dtype` (router and indexer head weights fp32) and not yet filled."""
     with torch.device("meta"):
         model = GlmMoeDsa(cfg)
     model.to(dtype)
@@ -159,5 +207,4 @@ def load_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -
     model.to_empty(device="cpu")
     if cfg.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    load_weights(model, directory)
     return model

@@ -1,5 +1,6 @@
 """Checkpoints: names, layout, sharding, strictness, byte-identical writing."""
 
+import hashlib
 import json
 
 import pytest
@@ -109,3 +110,27 @@ def test_misfits_are_listed(saved, tmp_path):
         load_weights(saved, tmp_path)
     with pytest.raises(ValueError, match="has no config.json"):
         load_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_damaged_file_of_a_stage_output_is_named(saved, tmp_path):
+    """Outputs carry a manifest with hashes; a flipped bit, a torn file or an edited configuration is found on load."""
+    save_checkpoint(saved, tmp_path, max_shard_bytes=60_000)
+    files = sorted(p for p in tmp_path.iterdir())
+    rows = [
+        {"path": p.name, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()} for p in files
+    ]
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": rows}))
+    load_checkpoint(tmp_path)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    good = shard.read_bytes()
+    flipped = bytearray(good)
+    flipped[-5] ^= 1
+    for bad, says in ((bytes(flipped), "does not match the hash"), (good[:-8], f"its manifest lists {len(good)}")):
+        shard.write_bytes(bad)
+        with pytest.raises(ValueError, match=f"{shard.name} .*{says}"):
+            load_checkpoint(tmp_path)
+    shard.write_bytes(good)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
+    with pytest.raises(ValueError, match="config.json does not match the hash in its manifest"):
+        load_checkpoint(tmp_path)
