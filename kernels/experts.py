@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.deferred import active_queue
+from kernels.paths import choose
 
 
 def experts_reference(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk):
@@ -167,6 +168,14 @@ class _GroupedSwiGlu(torch.autograd.Function):
 def grouped_experts(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk) -> torch.Tensor:
     """Routed experts over sorted slices: x [N,H], gate_up [E,2m,H], down [E,H,m], index int64 [N,k], weight [N,k] -> [N,H].
 
-    Differentiable in x, both expert tensors and the routing weights. Experts without tokens get zero gradients.
+    Differentiable in x, both expert tensors and the routing weights. Experts without tokens get zero gradients. The path is
+    kernels.paths' choice for "grouped_experts".
     """
+    path = choose("grouped_experts", x_nh.device, x_nh.dtype)
+    if path == "reference":
+        return experts_reference(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk)
+    if path == "triton":
+        from kernels.triton_experts import grouped_experts as triton_experts
+
+        return triton_experts(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk)
     return _GroupedSwiGlu.apply(x_nh, gate_up_emh, down_ehm, index_nk, weight_nk, active_queue())

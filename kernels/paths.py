@@ -27,6 +27,11 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "select_index": ALL,
     "gathered_attention": ALL,
     "mla_preprocess": ALL,
+    "grouped_experts": ALL,
+    "linear_cross_entropy": ALL,
+    "newton_schulz": ALL,
+    "quantize_int4": ALL,
+    "fp8": ALL,
 }
 
 _log = logging.getLogger("arcline.kernels")
