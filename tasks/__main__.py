@@ -50,11 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`, or `plan`")
     parser.add_argument("name", nargs="?", help="with `profile`: the profile to compose")
     parser.add_argument("--list", action="store_true", help="list the stages")
+    parser.add_argument(
+        "--local_rank", help=argparse.SUPPRESS
+    )  # DeepSpeed's launcher adds it; LOCAL_RANK says the same
     parser.add_argument("--dry-run", action="store_true", help="show what would run and why, run nothing")
     argv = sys.argv[1:] if argv is None else argv
     planning = argv[:1] == ["plan"]
     args = parser.parse_args(argv[:1] if planning else argv)
-    from tasks import params, spec, stage
+    from tasks import launch, params, spec, stage
 
     try:
         if planning:
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             _die_with_parent()
             _follow_log()
             _pin_threads()
-            stage.run_stage(args.stage)
+            launch.run(args.stage)
     except (ValueError, FileNotFoundError, TimeoutError) as error:
         if os.environ.get("ARCLINE_TRACEBACK") == "1":
             import traceback

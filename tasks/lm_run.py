@@ -23,6 +23,7 @@ from model.transformer import GlmMoeDsa
 from tasks.costs import refuse_too_large
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
 from tasks.objectives import LanguageModeling
+from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler, validation_windows
 from tasks.schedules import BatchSize, LearningRate
 from tasks.stage import Stage, StageConfig
@@ -67,7 +68,9 @@ class LmConfig(StageConfig):
     tokens: int = Field(gt=0, description="training tokens of this stage")
     seq_len: int = Field(ge=2, description="context length")
     rows: int = Field(ge=1, description="sequences per step")
-    micro_rows: int | None = Field(None, ge=1, description="sequences per forward pass (gradient accumulation)")
+    micro_rows: int | None = Field(
+        None, ge=1, description="sequences per forward pass of a process (gradient accumulation)"
+    )
     start_rows: int | None = Field(None, ge=1, description="sequences per step at the start of the batch warm-up")
     ramp_tokens: int = Field(0, ge=0, description="length of the batch warm-up")
     mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
@@ -78,6 +81,7 @@ class LmConfig(StageConfig):
     mtp: MtpSettings = MtpSettings()
     balance_coef: float = Field(0.0, ge=0, description="coefficient of the sequence-level balance loss")
     heldout: HeldoutSettings = HeldoutSettings()
+    parallel: ParallelSettings = ParallelSettings()
     save_optimizer: bool = Field(
         False, description="keep the optimizer's state beside the checkpoint for the next stage"
     )
@@ -198,6 +202,7 @@ def run_lm(
     packing: 'window' or 'best_fit'. attention: how the held-out loss is measured. train: see model.muon.OptimConfig.
     """
     config: LmConfig = stage.config
+    ranks = current()
     tokens = token_dep(stage)
     schedule = config.schedule
     batch_size = batch_sizes(config)
@@ -223,7 +228,10 @@ def run_lm(
 
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
         rows = batch_size.rows_at(step)
-        return split_batch(sampler.batch(batch_size.first_row(step), rows), config.micro_rows or rows)
+        if ranks.rank >= rows:  # the start of a batch warm-up may have fewer rows than there are ranks
+            return []
+        share = sampler.batch(batch_size.first_row(step), rows, ranks.rank, ranks.world)
+        return split_batch(share, config.micro_rows or rows)
 
     seq_len = config.heldout.seq_len or config.seq_len
     results: dict[str, Any] = {}
@@ -244,11 +252,10 @@ def run_lm(
         first, rows = batch_size.first_row(step), batch_size.rows_at(step)
         return {"first_row": first, "rows": [list(sampler.mixture.row(r)) for r in range(first, first + rows)]}
 
-    optimizer = make_optimizer(stage, model, train)
     trainer = Trainer(
         stage,
         model,
-        optimizer,
+        make_optimizer(stage, model, train),
         objective,
         batches,
         steps=batch_size.steps,
@@ -257,8 +264,12 @@ def run_lm(
         settings=config.loop,
         evaluate=evaluate,
         describe=describe,
+        parallel=config.parallel,
     )
     trainer.run()
+    state = trainer.optimizer.state_tensors() if config.save_optimizer else {}  # all ranks gather it
+    if not ranks.is_writer:
+        return results
     if not results or trainer.step != batch_size.steps:
         # Resumed after the last step, or an earlier checkpoint was the best: measure the weights that are written.
         evaluate(model.eval(), trainer.step)
@@ -267,7 +278,7 @@ def run_lm(
     save_checkpoint(model, out, tokenizer)
     if config.save_optimizer:
         (out / OPTIMIZER_FILE).parent.mkdir()
-        save_file({k: v.cpu().contiguous() for k, v in optimizer.state_tensors().items()}, out / OPTIMIZER_FILE)
+        save_file({k: v.cpu().contiguous() for k, v in state.items()}, out / OPTIMIZER_FILE)
     stage.metric(
         steps=trainer.step,
         tokens=int(trainer.counters["tokens"]),

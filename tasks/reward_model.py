@@ -18,6 +18,7 @@ from pydantic import Field
 from model.losses import bradley_terry_loss
 from model.reward import RewardModel
 from tasks.chat import render_tokens
+from tasks.parallel import ParallelSettings, current
 from tasks.problems import Family, Problem, build_all, mix, sample
 from tasks.rl import pad
 from tasks.stage import Stage, StageConfig
@@ -85,13 +86,26 @@ class Config(StageConfig):
     heldout_pairs: int = Field(128, ge=1)
     optimizer: OptimizerSettings
     loop: LoopSettings = LoopSettings(router_bias_rate=0.0)
+    parallel: ParallelSettings = ParallelSettings()
 
 
-def pair_batch(tokenizer: Any, families: dict[str, Family], split: str, start: int, count: int, seed: int) -> Batch:
-    """Chosen rows, then rejected rows: input_ids_bs [2 * count, S], lengths_b [2 * count]."""
+def pair_batch(
+    tokenizer: Any,
+    families: dict[str, Family],
+    split: str,
+    start: int,
+    count: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+) -> Batch:
+    """Chosen rows, then rejected rows: input_ids_bs [2 * count, S], lengths_b [2 * count].
+
+    Rank r of w makes every w-th pair, count / w of them.
+    """
     names = list(families)
     rows: tuple[list, list] = ([], [])
-    for i in range(start, start + count):
+    for i in range(start + rank, start + count, world):
         problem = sample(families[names[i % len(names)]], split, i // len(names))
         for side, messages in zip(rows, preference_pair(problem, random.Random(mix(seed, split, i)))):
             side.append(render_tokens(tokenizer, messages, close=True)[0])
@@ -112,6 +126,7 @@ def run(stage: Stage) -> None:
     from tasks.rl_eval import load_tokenizer
 
     config: Config = stage.config
+    ranks = current()
     torch.set_num_threads(int(stage.params.get("threads", 1)))
     source = stage.dep("data/sft")
     tokenizer, families = load_tokenizer(source), build_all(config.families)
@@ -119,6 +134,10 @@ def run(stage: Stage) -> None:
     optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))
     seed = stage.rng_seed("pairs")
     heldout = pair_batch(tokenizer, families, "heldout", 0, config.heldout_pairs, seed)
+
+    def batches(step: int) -> list[Batch]:
+        first = step * config.pairs
+        return [pair_batch(tokenizer, families, "train", first, config.pairs, seed, ranks.rank, ranks.world)]
 
     def evaluate(m: torch.nn.Module, step: int) -> dict[str, float]:
         loss, logs = objective(m, heldout, step)
@@ -129,13 +148,16 @@ def run(stage: Stage) -> None:
         model,
         optimizer,
         objective,
-        lambda step: [pair_batch(tokenizer, families, "train", step * config.pairs, config.pairs, seed)],
+        batches,
         steps=config.steps,
         lr_factor=lambda step: min(1.0, (step + 1) / 5) * (1 - 0.9 * step / max(1, config.steps - 1)),
         settings=config.loop,
         evaluate=evaluate,
+        parallel=config.parallel,
     )
     result = trainer.run()
+    if not ranks.is_writer:
+        return
     with torch.no_grad():
         rewards = model(heldout["input_ids_bs"], heldout["lengths_b"])
     chosen, rejected = rewards.chunk(2)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler
 from tasks.sft_data import SftSet
 from tasks.stage import Stage, StageConfig
@@ -39,20 +40,24 @@ class Config(StageConfig):
     optimizer: OptimizerSettings
     replay: Replay = Replay()
     loop: LoopSettings = LoopSettings()
+    parallel: ParallelSettings = ParallelSettings()
     eval_problems: int = Field(64, ge=0, description="held-out problems of each family solved at the end, 0 for none")
 
 
-def sft_batches(data: SftSet, batch_samples: int, micro_tokens: int, seed: int, step: int) -> list[Batch]:
+def sft_batches(
+    data: SftSet, batch_samples: int, micro_tokens: int, seed: int, step: int, rank: int = 0, world: int = 1
+) -> list[Batch]:
     """Micro-batches of one step, samples of similar length together: input_ids_bs and targets_bs (IGNORE off the mask).
 
-    Samples come in a fresh order every epoch; the function depends on its arguments only.
+    Samples come in a fresh order every epoch; the function depends on its arguments only. Rank r of w takes every w-th
+    sample of the step, in order of length, so that ranks have the same work.
     """
     places = range(step * batch_samples, (step + 1) * batch_samples)
     orders = {place // len(data) for place in places}
     permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(len(data)) for epoch in orders}
     rows = [data[permutations[place // len(data)][place % len(data)]][1:] for place in places]
     rows.sort(key=lambda row: len(row[0]))
-    return [padded(group) for group in length_groups(rows, micro_tokens)]
+    return [padded(group) for group in length_groups(rows[rank::world], micro_tokens)]
 
 
 def length_groups(rows: list[tuple[np.ndarray, np.ndarray]], micro_tokens: int) -> list[list]:
@@ -118,6 +123,7 @@ def run(stage: Stage) -> None:
     from tasks.rl_eval import evaluate_families, load_tokenizer, sft_families
 
     config: Config = stage.config
+    ranks = current()
     torch.set_num_threads(int(stage.params.get("threads", 1)))
     source, data_dir = stage.dep("data/dsa_adapt"), stage.dep("data/sft_data")
     train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
@@ -132,9 +138,10 @@ def run(stage: Stage) -> None:
         text = BatchSampler(tokens, replay.seq_len, total, stage.rng_seed("replay"), replay.mixture)
 
     def batches(step: int) -> list[Batch]:
-        found = sft_batches(train, config.batch_samples, config.micro_tokens, stage.rng_seed("order"), step)
-        if text is not None and step % replay.every == 0:
-            arrays = text.batch(step // replay.every * replay.rows, replay.rows)
+        order = stage.rng_seed("order")
+        found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, ranks.rank, ranks.world)
+        if text is not None and step % replay.every == 0 and ranks.rank < replay.rows:
+            arrays = text.batch(step // replay.every * replay.rows, replay.rows, ranks.rank, ranks.world)
             found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
         return found
 
@@ -151,8 +158,11 @@ def run(stage: Stage) -> None:
         lr_factor=lr_factor,
         settings=config.loop,
         evaluate=lambda m, step: heldout_losses(m, heldout, config.micro_tokens),
+        parallel=config.parallel,
     )
     losses = trainer.run()
+    if not ranks.is_writer:
+        return
     save_checkpoint(model, stage.out("data/sft"), tokenizer_dir=source)
     accuracy = {}
     if config.eval_problems:

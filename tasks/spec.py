@@ -113,8 +113,19 @@ def validate_config(spec: StageSpec, params: dict, config_class: type[StageConfi
         raise ValueError(f"stage {spec.name}: its parameters do not fit\n" + "\n".join(lines)) from None
 
 
+def _without_parallel(section: Any) -> Any:
+    return {k: v for k, v in section.items() if k != "parallel"} if isinstance(section, dict) else section
+
+
 def fingerprint(spec: StageSpec, params: dict, dep_hashes: dict[str, str]) -> str:
-    """Identity of one run of a stage: its name, its parameters and the content of its dependencies (32 hex digits)."""
+    """Identity of one run of a stage: its name, its parameters and the content of its dependencies (32 hex digits).
+
+    A section `parallel` is left out: a killed run goes on where it was on another number of processes.
+    """
+    own = params.get(spec.base)
+    if isinstance(own, dict):
+        own = {k: _without_parallel(v) if k == spec.variant else v for k, v in own.items()}
+        params = {**params, spec.base: _without_parallel(own)}
     text = canonical_json({"stage": spec.name, "params": params, "deps": dep_hashes})
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

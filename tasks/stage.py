@@ -21,7 +21,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,6 @@ class Stage:
         self.spec, self.params, self.config, self.root = spec, params, config, Path(root)
         self.name, self.base, self.variant = spec.name, spec.base, spec.variant
         self.seed: int = int(params.get("seed", 0))
-        self.dep_hashes = {d: content_hash(self.root / d) for d in spec.deps}
-        self.fingerprint = fingerprint(spec, params, self.dep_hashes)
         self._record = record
         self._staging: dict[str, Path] = {}
         self._metrics: dict = {}
@@ -70,6 +69,14 @@ class Stage:
         self._rejects = None
         self._series: dict[int, dict[str, float]] = {}
         self._series_file = None
+
+    @cached_property
+    def dep_hashes(self) -> dict[str, str]:
+        return {d: content_hash(self.root / d) for d in self.spec.deps}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.spec, self.params, self.dep_hashes)
 
     # paths
     def dep(self, path: str) -> Path:
@@ -316,8 +323,8 @@ def _tags(spec: StageSpec, params: dict, root: Path, print_: str) -> dict[str, s
     }
 
 
-def run_stage(name: str, root: Path = ROOT) -> None:
-    """Run one stage in this process under the contract."""
+def run_stage(name: str, root: Path = ROOT, started: Callable[[Stage], None] | None = None) -> None:
+    """Run one stage in this process under the contract; `started` is told of the stage before it runs."""
     from tasks import tracking
 
     spec = find_spec(name, root)
@@ -332,6 +339,8 @@ def run_stage(name: str, root: Path = ROOT) -> None:
         stage._record = record
         began = time.monotonic()
         try:
+            if started:
+                started(stage)
             module.run(stage)
             stage.check_rejects()
             stage.close_files()
