@@ -14,28 +14,27 @@ from dataclasses import dataclass
 from model.config import ModelConfig
 
 BF16, FP32 = 2, 4
+CHUNK = 64  # kernels.gdn.CHUNK; a test compares them
 
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """Trainable parameters by kind; their sum is `cfg.count_parameters()["everything"]["total"]`."""
-    h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
-    layers, mtp = cfg.num_hidden_layers, cfg.num_nextn_predict_layers
+    h, layers, mtp = cfg.hidden_size, cfg.num_hidden_layers, cfg.num_nextn_predict_layers
     moe_layers = layers - cfg.first_k_dense_replace + mtp
-    attention = h * q + q * heads * cfg.qk_head_dim + h * (kv + cfg.qk_rope_head_dim)
-    attention += kv * heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) + heads * cfg.v_head_dim * h
-    d, expert = cfg.index_head_dim, 3 * h * cfg.moe_intermediate_size
-    norms = 2 * h + q + kv
+    every = [cfg.attention_parameters(layer) for layer in range(layers + mtp)]
+    attention = {kind: sum(layer[kind] for layer in every) for kind in ("attention", "indexer", "norms")}
+    expert = 3 * h * cfg.moe_intermediate_size
     return {
         "embedding": cfg.vocab_size * h,
         "head": 0 if cfg.tie_word_embeddings else cfg.vocab_size * h,
-        "attention": (layers + mtp) * attention,
-        "indexer": (layers + mtp) * (q * cfg.index_n_heads * d + h * d + 2 * d + h * cfg.index_n_heads),
+        "attention": attention["attention"],
+        "indexer": attention["indexer"],
         "dense_mlp": cfg.first_k_dense_replace * 3 * h * cfg.intermediate_size,
         "routed_experts": moe_layers * cfg.n_routed_experts * expert,
         "shared_experts": moe_layers * cfg.n_shared_experts * expert,
         "router": moe_layers * cfg.n_routed_experts * h,
         "mtp_projection": mtp * 2 * h * h,
-        "norms": (layers + mtp) * norms + h + mtp * 3 * h,
+        "norms": attention["norms"] + (layers + mtp) * 2 * h + h + mtp * 3 * h,
     }
 
 
@@ -61,35 +60,56 @@ class Forward:
         return sum(vars(self).values())
 
 
+def attention_flops(cfg: ModelConfig, layer: int, length: int, *, sparse: bool) -> tuple[float, float, float]:
+    """(projections, core, indexer) of one layer, per token; see `forward_flops`.
+
+    A window counts the keys it holds. The recurrences (gdn, simple_gdn) count the operations of their chunked form, whose
+    products are whole squares of a chunk; a layer that shares a selection has no indexer and attends like the others.
+    """
+    h, q, kv, heads, kind = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads, cfg.kind(layer)
+    qk, v, groups = cfg.qk_head_dim, cfg.value_head_dim, cfg.kv_heads
+    if cfg.attention == "mla":
+        matrices = h * q + q * heads * qk + h * (kv + cfg.qk_rope_head_dim) + kv * heads * (cfg.qk_nope_head_dim + v)
+    else:
+        matrices = h * (heads * qk + groups * (qk + v))
+    matrices += heads * v * h
+    if kind in ("gdn", "simple_gdn"):
+        triangular_system = CHUNK * (qk + v)
+        core = heads * (6.0 * qk * v + CHUNK * (4.0 * qk + 2.0 * v) + triangular_system)
+        if kind == "gdn":
+            matrices += heads * v * h + 2 * heads * h
+            core += 2.0 * cfg.linear_conv_kernel_dim * (heads * qk + groups * (qk + v))
+        return 2.0 * matrices, core, 0.0
+    if kind == "swa":
+        return 2.0 * matrices, 2.0 * heads * (qk + v) * mean_keys(length, cfg.sliding_window), 0.0
+    if cfg.attention == "gqa" or not sparse or length <= cfg.index_topk:
+        return 2.0 * matrices, 2.0 * heads * (qk + v) * mean_keys(length), 0.0
+    # the up-projections of key and value are absorbed: the same products, on the query's side
+    core = 2.0 * heads * (2 * kv + cfg.qk_rope_head_dim) * mean_keys(length, cfg.index_topk)
+    d, n = cfg.index_head_dim, cfg.index_n_heads
+    indexer = 2.0 * (q * n * d + h * d + h * n) + 2.0 * n * (d + 1) * mean_keys(length)
+    return 2.0 * matrices, core, indexer if cfg.has_indexer(layer) else 0.0
+
+
 def forward_flops(cfg: ModelConfig, length: int, *, sparse: bool, mtp_depth: int = 0) -> Forward:
     """Operations per token at a sequence length; dense attention in MHA mode, sparse attention in MQA mode over the latent.
 
     The indexer counts only where it selects (sparse and length > index_topk). `mtp_depth` unrolled steps each run the
     layer and the head.
     """
-    h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
-    rope, nope, v = cfg.qk_rope_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
-    selecting = sparse and length > cfg.index_topk
-    projections = 2.0 * (
-        h * q + q * heads * cfg.qk_head_dim + h * (kv + rope) + heads * v * h + kv * heads * (nope + v)
-    )
-    if selecting:  # the up-projections of key and value are absorbed: the same products, on the query's side
-        core = 2.0 * heads * (2 * kv + rope) * mean_keys(length, cfg.index_topk)
-        d, n = cfg.index_head_dim, cfg.index_n_heads
-        indexer = 2.0 * (q * n * d + h * d + h * n) + 2.0 * n * (d + 1) * mean_keys(length)
-    else:
-        core, indexer = 2.0 * heads * (cfg.qk_head_dim + v) * mean_keys(length), 0.0
+    h, layers, dense_layers = cfg.hidden_size, cfg.num_hidden_layers, cfg.first_k_dense_replace
+    every = [attention_flops(cfg, layer, length, sparse=sparse) for layer in range(layers)]
+    projections, core, indexer = (sum(parts) for parts in zip(*every))
     expert = 6.0 * h * cfg.moe_intermediate_size
     moe = (cfg.num_experts_per_tok + cfg.n_shared_experts) * expert + 2.0 * h * cfg.n_routed_experts
-    dense_layers = cfg.first_k_dense_replace
-    layers, moe_layers = cfg.num_hidden_layers, cfg.num_hidden_layers - dense_layers
     head = 2.0 * cfg.vocab_size * h
-    mtp = mtp_depth * (projections + core + indexer + moe + 4.0 * h * h + head) if cfg.num_nextn_predict_layers else 0.0
+    one = sum(attention_flops(cfg, layers, length, sparse=sparse)) + moe + 4.0 * h * h + head
+    mtp = mtp_depth * one if cfg.num_nextn_predict_layers else 0.0
     return Forward(
-        layers * projections,
-        layers * core,
-        layers * indexer,
-        dense_layers * 6.0 * h * cfg.intermediate_size + moe_layers * moe,
+        projections,
+        core,
+        indexer,
+        dense_layers * 6.0 * h * cfg.intermediate_size + (layers - dense_layers) * moe,
         head,
         mtp,
     )
