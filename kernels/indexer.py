@@ -3,14 +3,13 @@
 Run its tests: `python -m pytest tests/kernels/test_indexer.py`
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from kernels import paths
-from kernels.topk import topk_mask
+from kernels.topk import topk_lower_index, topk_mask
 
 ROW_CHUNK = 64  # small chunks waste fewer keys above the diagonal; 64 measured best at lengths 256 to 1024
+LONG_ROW_CHUNK = 128  # and 128 at 2048, where select_index is used
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -74,23 +73,30 @@ def select_keys(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> 
         from kernels import triton_indexer
 
         return _index_to_masks(triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), row_chunk)
-    return list(_mask_chunks(q_bsnd, k_bsd, w_bsn, topk, row_chunk))
+    return _mask_chunks(q_bsnd, k_bsd, w_bsn, topk, row_chunk)
 
 
-def _mask_chunks(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int) -> Iterator[torch.Tensor]:
+def _causal_scores(q_bsnd, k_bsd, w_bsn, first: int, stop: int) -> torch.Tensor:
+    """Scores of query rows [first, stop) over keys [0, stop), -inf where a key comes after its query."""
+    scores = index_scores(q_bsnd[:, first:stop], k_bsd[:, :stop], w_bsn[:, first:stop])
+    late = ~causal_mask(0, stop - first, stop - first, q_bsnd.device)
+    scores[..., first:].masked_fill_(late, float("-inf"))
+    return scores
+
+
+def _mask_chunks(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int) -> list[torch.Tensor]:
     size = q_bsnd.shape[1]
+    masks = []
     for start in range(0, size, row_chunk):
         stop = min(start + row_chunk, size)
-        causal = causal_mask(start, stop, stop, q_bsnd.device)
         first = min(max(start, topk), stop)  # rows before it have at most topk keys: nothing to choose
-        head = causal[: first - start].expand(q_bsnd.shape[0], -1, -1)
-        if first == stop:
-            yield head
-            continue
-        scores = index_scores(q_bsnd[:, first:stop], k_bsd[:, :stop], w_bsn[:, first:stop])
-        scores.masked_fill_(~causal[first - start :], float("-inf"))
-        mask = topk_mask(scores, topk)
-        yield mask if first == start else torch.cat([head, mask], dim=1)
+        parts = []
+        if first > start:
+            parts.append(causal_mask(start, first, stop, q_bsnd.device).expand(q_bsnd.shape[0], -1, -1))
+        if stop > first:
+            parts.append(topk_mask(_causal_scores(q_bsnd, k_bsd, w_bsn, first, stop), topk))
+        masks.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    return masks
 
 
 def _select_reference(q_bsnd, k_bsd, w_bsn, topk: int) -> torch.Tensor:
@@ -121,7 +127,7 @@ def _index_to_masks(index_bsk: torch.Tensor, row_chunk: int) -> list[torch.Tenso
 
 
 @torch.no_grad()
-def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = LONG_ROW_CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """DSA selection as (index int64 [B,S,k] ascending, valid bool [B,S,k]), k = min(topk, S): memory linear in S.
 
     The same keys as select_keys. Row t has min(topk, t + 1) valid entries, first in its row; the others hold 0.
@@ -134,16 +140,15 @@ def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = ROW_CHUNK) ->
         from kernels import triton_indexer
 
         return triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), valid_bsk
-    if path == "reference":
-        chunks = [_select_reference(q_bsnd, k_bsd, w_bsn, topk)]
-    else:
-        chunks = _mask_chunks(q_bsnd, k_bsd, w_bsn, topk, row_chunk)
     index_bsk = torch.zeros(batch, size, width, dtype=torch.long, device=q_bsnd.device)
-    start = 0
-    for mask in chunks:
-        rows = slice(start, start + mask.shape[1])
-        index_bsk[:, rows][valid_bsk[:, rows]] = mask.nonzero()[:, -1]
-        start = rows.stop
+    if path == "reference":
+        index_bsk[valid_bsk] = _select_reference(q_bsnd, k_bsd, w_bsn, topk).nonzero()[:, -1]
+        return index_bsk, valid_bsk
+    every = torch.arange(width, device=q_bsnd.device)
+    index_bsk[:, :width] = torch.where(valid_bsk[0, :width], every, 0)
+    for start in range(width, size, row_chunk):
+        stop = min(start + row_chunk, size)
+        index_bsk[:, start:stop] = topk_lower_index(_causal_scores(q_bsnd, k_bsd, w_bsn, start, stop), topk)
     return index_bsk, valid_bsk
 
 

@@ -17,6 +17,7 @@ from kernels import paths
 # masked 4280 and gathered 4690 tokens/s, at 2048 2870 and 3960.
 GATHER_RATIO = 12
 GATHER_ELEMENTS = 1 << 18  # gathered floats per chunk: 1 MB, one core's second-level cache
+KEPT_ELEMENTS = 1 << 23  # probabilities kept for the backward: 32 MB in one call, above it they are computed again
 
 
 def attention_path(size: int, topk: int) -> str:
@@ -72,41 +73,58 @@ class _Gathered(torch.autograd.Function):
     """Rows are flattened over the batch; each chunk gathers its latents, and the backward gathers them again."""
 
     @staticmethod
-    def _chunk(q_nhc, kv_mc, index_nk, valid_nk, rows, scale):
-        gathered_rkc = kv_mc.index_select(0, index_nk[rows].reshape(-1)).view(-1, index_nk.shape[1], kv_mc.shape[1])
-        logits_rhk = torch.bmm(q_nhc[rows], gathered_rkc.transpose(1, 2)).mul_(scale)
-        logits_rhk.masked_fill_(~valid_nk[rows].unsqueeze(1), float("-inf"))
-        return gathered_rkc, logits_rhk.softmax(-1)
+    def _gather(kv_mc, index_nk, rows):
+        return kv_mc.index_select(0, index_nk[rows].reshape(-1)).view(-1, index_nk.shape[1], kv_mc.shape[1])
+
+    @staticmethod
+    def _probs(q_rhc, gathered_rkc, valid_rk, full: bool, out=None):
+        """Softmax of the (already scaled) queries over their latents."""
+        logits_rhk = torch.bmm(q_rhc, gathered_rkc.transpose(1, 2))
+        if not full:
+            logits_rhk.masked_fill_(~valid_rk.unsqueeze(1), float("-inf"))
+        return torch.softmax(logits_rhk, -1, out=out)
 
     @staticmethod
     def forward(ctx, q_nhc, kv_mc, index_nk, valid_nk, value_dim, scale, rows_per_chunk):
-        out_nhv = q_nhc.new_empty(*q_nhc.shape[:2], value_dim)
-        for a in range(0, q_nhc.shape[0], rows_per_chunk):
+        n, heads = q_nhc.shape[:2]
+        scaled_nhc = q_nhc * scale
+        out_nhv = q_nhc.new_empty(n, heads, value_dim)
+        # Probabilities are kept where that is little: H numbers per selected key, next to the c that the gather moves anyway.
+        keep = any(ctx.needs_input_grad) and heads * index_nk.numel() <= KEPT_ELEMENTS
+        probs_nhk = q_nhc.new_empty(n, heads, index_nk.shape[1]) if keep else None
+        full = [bool(part.all()) for part in valid_nk.split(rows_per_chunk)]
+        for c, a in enumerate(range(0, n, rows_per_chunk)):
             rows = slice(a, a + rows_per_chunk)
-            gathered, probs = _Gathered._chunk(q_nhc, kv_mc, index_nk, valid_nk, rows, scale)
-            out_nhv[rows] = torch.bmm(probs, gathered[..., :value_dim])
-        ctx.save_for_backward(q_nhc, kv_mc, index_nk, valid_nk)
-        ctx.rest = value_dim, scale, rows_per_chunk
+            gathered = _Gathered._gather(kv_mc, index_nk, rows)
+            out = probs_nhk[rows] if keep else None
+            probs = _Gathered._probs(scaled_nhc[rows], gathered, valid_nk[rows], full[c], out)
+            torch.bmm(probs, gathered[..., :value_dim], out=out_nhv[rows])
+        ctx.save_for_backward(scaled_nhc, kv_mc, index_nk, valid_nk, probs_nhk)
+        ctx.rest = value_dim, scale, rows_per_chunk, full
         return out_nhv
 
     @staticmethod
     def backward(ctx, dout_nhv):
-        q_nhc, kv_mc, index_nk, valid_nk = ctx.saved_tensors
-        value_dim, scale, rows_per_chunk = ctx.rest
-        dq_nhc, dkv_mc = torch.empty_like(q_nhc), torch.zeros_like(kv_mc)
-        for a in range(0, q_nhc.shape[0], rows_per_chunk):
+        scaled_nhc, kv_mc, index_nk, valid_nk, probs_nhk = ctx.saved_tensors
+        value_dim, scale, rows_per_chunk, full = ctx.rest
+        n, heads, c_dim = scaled_nhc.shape
+        dq_nhc, dkv_mc = torch.empty_like(scaled_nhc), torch.zeros_like(kv_mc)
+        right_nxc = torch.cat([scaled_nhc, F.pad(dout_nhv, (0, c_dim - value_dim))], dim=1)
+        for c, a in enumerate(range(0, n, rows_per_chunk)):
             rows = slice(a, a + rows_per_chunk)
-            gathered, probs = _Gathered._chunk(q_nhc, kv_mc, index_nk, valid_nk, rows, scale)
-            dout = dout_nhv[rows]
-            dprobs = torch.bmm(dout, gathered[..., :value_dim].transpose(1, 2))
-            dlogits = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype).mul_(scale)
-            dq_nhc[rows] = torch.bmm(dlogits, gathered)
+            gathered = _Gathered._gather(kv_mc, index_nk, rows)
+            if probs_nhk is None:
+                probs = _Gathered._probs(scaled_nhc[rows], gathered, valid_nk[rows], full[c])
+            else:
+                probs = probs_nhk[rows]
+            dprobs = torch.bmm(dout_nhv[rows], gathered[..., :value_dim].transpose(1, 2))
+            dlogits = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype)
+            torch.bmm(dlogits, gathered, out=dq_nhc[rows])
             # dlogits^T q + probs^T dout in one product: an in-place baddbmm into columns would run row by row.
-            dout_rhc = F.pad(dout, (0, kv_mc.shape[1] - value_dim))
-            left_rxk, right_rxc = torch.cat([dlogits, probs], dim=1), torch.cat([q_nhc[rows], dout_rhc], dim=1)
-            dgathered = torch.bmm(left_rxk.transpose(1, 2), right_rxc)
+            left_rxk = torch.cat([dlogits, probs], dim=1)
+            dgathered = torch.bmm(left_rxk.transpose(1, 2), right_nxc[rows])
             dkv_mc.index_add_(0, index_nk[rows].reshape(-1), dgathered.flatten(0, 1))
-        return dq_nhc, dkv_mc, None, None, None, None, None
+        return dq_nhc.mul_(scale), dkv_mc, None, None, None, None, None
 
 
 def gathered_attention_reference(q_bshc, kv_btc, index_bsk, valid_bsk, value_dim: int, scale: float) -> torch.Tensor:
