@@ -57,6 +57,7 @@ class RegimeSettings(Section):
 class Config(AblateConfig):
     """See tasks/lm_run.py for the recipe."""
 
+    model: dict[str, Any] = Field({}, description="changes to the model section for all variants")
     variants: dict[str, VariantSettings]
     regime: RegimeSettings = RegimeSettings()
     logit_window: int = Field(256, ge=2, description="tokens of the held-out window for the largest logit")
@@ -86,7 +87,7 @@ def train_one(
     stage: Stage, config: Config, tokens: TokenSet, name: str, settings: VariantSettings, seed: int, full: bool
 ) -> dict[str, Any]:
     """One variant and seed: its numbers. `full` adds held-out loss and multiple choice."""
-    cfg = variant_config(stage, tokens, {"num_nextn_predict_layers": 0} | settings.model)
+    cfg = variant_config(stage, tokens, {"num_nextn_predict_layers": 0} | config.model | settings.model)
     windows = logit_windows(tokens, config.logit_window)
     params = {**settings.model, **settings.optimizer, "seed": seed}
     with Variant(stage, f"{name}/s{seed}", params) as variant:

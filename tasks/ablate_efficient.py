@@ -15,7 +15,8 @@ Variants, half of the layers each: sliding windows at every other layer (`swa_in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class Ablation:
     def recipe(self, changes: Recipe) -> Config:
         from tasks.params import merge
 
-        return Config.model_validate_json(_json(merge(self.config.model_dump(), changes)))
+        bare = {"mtp": {"depth": 0}}  # converted layers are compared without MTP
+        return Config.model_validate_json(json.dumps(merge(merge(self.config.model_dump(), changes), bare)))
 
     def train(
         self, name: str, model: GlmMoeDsa, changes: Recipe, objective: Callable | None = None, train: str = "all",
@@ -128,12 +130,6 @@ def without_mtp(model: GlmMoeDsa, index_topk: int) -> GlmMoeDsa:
     bare = GlmMoeDsa(cfg)
     bare.load_state_dict({n: t for n, t in model.state_dict().items() if n in bare.state_dict()})
     return bare.to(pick_device())
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(values)
 
 
 def one_seed(stage: Stage, tokens: TokenSet, seed: int) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
     python -m tasks ablate_mtp
 
-Three variants, trained on the same tokens from the same base checkpoint with fresh MTP layers: `shared` (one layer applied
-three times, GLM-5), `one_layer` (one layer trained at depth 1 and applied again and again when drafting, DeepSeek-V3.2's
-serving) and `separate` (a layer per depth). Each then drafts `draft_tokens` tokens per verification (model/speculative.py) on
-held-out text. Acceptance length counts the tokens emitted per verification; the paper has 2.76 shared against 2.55.
+Three variants, trained on the same tokens from the same base checkpoint with fresh MTP layers (the whole model, or with
+`freeze_backbone` the MTP layers alone): `shared` (one layer applied three times, GLM-5), `one_layer` (one layer trained at
+depth 1 and applied again and again when drafting, DeepSeek-V3.2's serving) and `separate` (a layer per depth). Each then
+drafts `draft_tokens` tokens per verification (model/speculative.py) on held-out text.
+Acceptance length counts the tokens emitted per verification; the paper has 2.76 shared against 2.55.
 The base's indexer is not trained yet, so attention is dense throughout (index_topk covers every length).
 """
 
@@ -37,6 +38,7 @@ VARIANTS = {"shared": (1, 3), "one_layer": (1, 1), "separate": (3, 3)}  # MTP la
 class Config(AblateConfig):
     """See tasks/lm_run.py for the recipe; mtp.depth is the variant's own."""
 
+    freeze_backbone: bool = Field(False, description="only the MTP layers train: equal text from equal backbones")
     draft_tokens: int = Field(4, ge=1, description="drafts per verification (notes A.5: the paper's 4 steps)")
     prompts: int = Field(16, ge=1, description="held-out prompts, domains in turn")
     prompt_tokens: int = Field(64, ge=1)
@@ -97,6 +99,10 @@ def speed(model: GlmMoeDsa, prompts: Sequence[Sequence[int]], config: Config) ->
 def run(stage: Stage) -> None:
     """Train and measure every variant and seed. Writes data/ablate_mtp/results.json."""
     config: Config = stage.config
+    if config.freeze_backbone and config.mtp.every != 1:
+        raise ValueError(
+            f"ablate_mtp.mtp.every must be 1 with freeze_backbone, got {config.mtp.every}: a step without MTP trains nothing"
+        )
     tokens = token_dep(stage)
     base = load_checkpoint(checkpoint_dep(stage))
     prompts = held_out_prompts(tokens, config.prompts, config.prompt_tokens, stage.seed)
@@ -107,6 +113,10 @@ def run(stage: Stage) -> None:
             own = config.model_copy(update={"mtp": config.mtp.model_copy(update={"depth": depth})})
             with Variant(stage, f"{name}/s{seed}", {"layers": layers, "depth": depth, "seed": seed}) as variant:
                 model = with_fresh_mtp(base, layers, stage.rng_seed("weights", seed))
+                if config.freeze_backbone:
+                    model.requires_grad_(False)
+                    for layer in model.mtp_layers:
+                        layer.requires_grad_(True)
                 objective = language_modeling(own, attention="dense")
                 train_variant(variant, own, model, tokens, seed, objective, packing="window")
 

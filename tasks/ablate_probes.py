@@ -20,7 +20,7 @@ class RecallSettings(Section):
     """Training rows with facts to recall among the rows of text."""
 
     share: float = Field(0.5, ge=0, le=1, description="share of the rows of each step")
-    keys: tuple[int, int] = Field((4, 12), description="different facts per row, least and most")
+    keys: int = Field(6, ge=1, description="different facts per row at most")
     gap: float = Field(2.0, ge=0, description="mean tokens of text between facts")
 
 
@@ -29,9 +29,9 @@ class ProbeSettings(Section):
 
     lengths: list[int] = Field(min_length=1)
     per_cell: int = Field(10, ge=1, description="probes per task and length")
-    facts: int = Field(6, ge=1, description="facts of the multi-key needle")
-    keys: int = Field(32, ge=1, description="symbols that may be keys")
-    values: int = Field(16, ge=2)
+    facts: int = Field(4, ge=1, description="facts of the multi-key needle")
+    keys: int = Field(8, ge=1, description="symbols that may be keys")
+    values: int = Field(4, ge=2, description="values of each key")
     labels: int = Field(4, ge=2)
 
 
@@ -56,7 +56,7 @@ def recall_rows(
 ) -> Callable[[int, int], dict[str, torch.Tensor]]:
     """For tasks.ablate_run.train_variant: which rows of a step are recall rows, spread evenly, and what they hold."""
     settings: RecallSettings = config.recall
-    source = RecallRows(tokens, symbols, config.seq_len, seed, tuple(settings.keys), settings.gap)
+    source = RecallRows(tokens, symbols, config.seq_len, seed, settings.keys, settings.gap)
 
     def row(step: int, at: int) -> dict[str, torch.Tensor]:
         if int((at + 1) * settings.share) == int(at * settings.share):

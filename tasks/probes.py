@@ -1,16 +1,20 @@
-"""Probes of a language model at growing lengths: single needle, multi-key needle, in-context label mapping, choice of text.
+"""Probes of a language model at growing lengths: single needle, multi-key needle, in-context labels, choice of text.
 
     python -m pytest tests/tasks/test_probes.py
 
-A fact is three tokens, [mark, key, value]; symbols are ordinary tokens of the vocabulary that mean nothing together. Recall
-asks for the value after a later [mark, key]. Facts lie in held-out text. A hash of (key, value) puts every pair on one side:
-pairs of the tests never occur in `RecallRows`, the training text of the same kind, so the value can come from the context
-only. Every case has a control in which the fact says another value: `gain` is the log-probability that the right value owes
-to the fact, in nats, and gives a signal long before `exact` does.
+A fact is three tokens, [mark, key, value]; symbols are ordinary tokens of the vocabulary that mean nothing together, and every
+key has a few values of its own. Recall asks for the value after a later [mark, key]; only the context says which of the key's
+values it is. Label examples are [mark, input, label]; each context has a label of its own that most examples carry, so the more
+of them are read, the surer the answer: many-shot learning of a prior. (Mapping inputs to labels takes induction over two
+tokens, which a model of two million parameters did not learn from 300,000 tokens: no variant could be told from another.)
+
+A hash of a case's facts and of the text around them puts it on one side: `RecallRows`, the training text of the same kind,
+holds none of the tests' cases, and its text is the training split's. Every case has a control in which the facts say something
+else: `gain` is the log-probability that the right value owes to them, in nats, a signal long before `exact`.
 
     needle      one fact in text, asked for at the end
     multi_key   several facts with other keys in the same text
-    icl         nothing but examples [mark, input, label] with few labels, more inputs at greater length (many-shot)
+    icl         label examples throughout
 """
 
 from __future__ import annotations
@@ -27,43 +31,56 @@ from tasks.tokens import TokenSet, unit_hash
 
 TASKS = ("needle", "multi_key", "icl")
 TEST_SHARE = 0.25
+MAJORITY = 2 / 3  # of the examples carry the context's own label
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """Token ids that facts are made of: a mark for recall and one for labels, keys, values, and the labels among the values."""
+    """Token ids that cases are made of: a mark for facts and one for labels, keys, each key's own values, inputs, labels."""
 
     recall: int
     label: int
     keys: tuple[int, ...]
-    values: tuple[int, ...]
+    values: tuple[tuple[int, ...], ...]
     labels: tuple[int, ...]
 
     @classmethod
-    def choose(cls, tokens: TokenSet, keys: int = 32, values: int = 16, labels: int = 4) -> Symbols:
+    def choose(cls, tokens: TokenSet, keys: int = 8, values: int = 4, labels: int = 4) -> Symbols:
         """Tokens with text, in the order of a hash. ValueError when the vocabulary is too small."""
         ids = [i for i, size in enumerate(tokens.token_bytes.tolist()) if size > 0 and i != tokens.eot_id]
         ids.sort(key=lambda i: unit_hash(f"probe-symbol:{i}"))
-        if len(ids) < 2 + keys + values or labels > values:
-            raise ValueError(
-                f"{2 + keys + values} symbols and {labels} of {values} values as labels wanted; {len(ids)} tokens have text"
-            )
-        chosen = ids[2 + keys : 2 + keys + values]
-        return cls(ids[0], ids[1], tuple(ids[2 : 2 + keys]), tuple(chosen), tuple(chosen[:labels]))
+        need = 2 + keys + keys * values + labels
+        if len(ids) < need or values < 2 or labels < 2:
+            raise ValueError(f"{need} symbols, 2 values and 2 labels at least; {len(ids)} tokens have text")
+        at = 2 + keys + labels
+        own = tuple(tuple(ids[at + k * values : at + (k + 1) * values]) for k in range(keys))
+        return cls(ids[0], ids[1], tuple(ids[2 : 2 + keys]), own, tuple(ids[2 + keys : at]))
 
-    def allowed(self, key: int, test: bool, labels: bool = False) -> list[int]:
-        """Values that `key` may have on one side of the split; at least one is left on each side."""
-        values = self.labels if labels else self.values
-        ranked = sorted(values, key=lambda v: unit_hash(f"probe-pair:{key}:{v}"))
-        cut = max(1, round(TEST_SHARE * len(values)))
-        return ranked[:cut] if test else ranked[cut:]
+
+def is_test(facts: Sequence[tuple[int, int]], text: Sequence[int]) -> bool:
+    """The side of a case: by a hash of its facts and of the first tokens of its text."""
+    return unit_hash(f"probe:{sorted(facts)}:{list(text[:8])}") < TEST_SHARE
+
+
+def draw_facts(symbols: Symbols, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """`count` facts (key, value) with different keys."""
+    keys = rng.choice(len(symbols.keys), size=count, replace=False)
+    return [(symbols.keys[k], int(rng.choice(symbols.values[k]))) for k in keys]
+
+
+def draw_examples(symbols: Symbols, count: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """(inputs, labels) of `count` examples. The first drawn label is the context's own: two of three examples carry it."""
+    order = rng.permutation(len(symbols.labels))
+    places = np.where(rng.random(count) < MAJORITY, 0, rng.integers(1, len(order), size=count))
+    inputs = [symbols.keys[i] for i in rng.integers(len(symbols.keys), size=count)]
+    return inputs, [symbols.labels[order[p]] for p in places]
 
 
 class RecallRows:
     """Training rows with facts to recall: `row(number)` is a pure function of (seed, number).
 
-    Text of the training split between facts, `gap` tokens on average; repeated facts are targets, and so is the text when
-    `text_targets` is set. Rows take turns between recall and labels.
+    Text of the training split between facts, `gap` tokens on average; only repeated facts and labels are targets. Every third
+    row holds label examples.
     """
 
     def __init__(
@@ -72,40 +89,41 @@ class RecallRows:
         symbols: Symbols,
         seq_len: int,
         seed: int,
-        keys: tuple[int, int] = (4, 12),
+        keys: int = 6,
         gap: float = 2.0,
-        text_targets: bool = False,
     ) -> None:
         self.tokens, self.symbols, self.seq_len, self.seed = tokens, symbols, seq_len, seed
-        self.keys, self.gap, self.text_targets = keys, gap, text_targets
+        self.keys, self.gap = keys, gap
         self.domains = [d for d in tokens.domains if tokens.tokens(d, "train") > 1]
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(input ids, targets) int64 [seq_len]."""
         rng = np.random.default_rng(derive_seed(self.seed, "recall", number))
-        labels = number % 2 == 1
-        count = int(rng.integers(self.keys[0], self.keys[1] + 1))
-        chosen = rng.choice(len(self.symbols.keys), size=min(count, len(self.symbols.keys)), replace=False)
-        keys = [self.symbols.keys[i] for i in chosen]
-        facts = {k: int(rng.choice(self.symbols.allowed(k, test=False, labels=labels))) for k in keys}
-        mark = self.symbols.label if labels else self.symbols.recall
-        # a gap of its own for every row: rows of short and of long distances
-        gap = 0.0 if labels else self.gap * float(rng.exponential())
         shard = self.tokens.shard(self.domains[number % len(self.domains)], "train")
-        text = shard.window(int(rng.integers(len(shard.tokens))), self.seq_len + 1)
+        labels, gap = number % 3 == 2, self.gap * float(rng.exponential())  # rows of short and of long distances
+        while True:
+            text = shard.window(int(rng.integers(len(shard.tokens))), self.seq_len + 1).tolist()
+            facts = dict(
+                draw_facts(self.symbols, int(rng.integers(1, min(self.keys, len(self.symbols.keys)) + 1)), rng)
+            )
+            if not is_test(list(facts.items()), text):
+                break
         ids: list[int] = []
         targets: list[int] = []  # aligned with ids: the token itself where it must be predicted
-        used, seen = 0, set()
+        if labels:
+            for key, value in zip(*draw_examples(self.symbols, self.seq_len // 3 + 1, rng), strict=True):
+                targets += [IGNORE, IGNORE, value if len(ids) >= 24 else IGNORE]
+                ids += [self.symbols.label, key, value]
+        keys, used, seen = list(facts), 0, set()
         while len(ids) < self.seq_len + 1:
             key = keys[int(rng.integers(len(keys)))]
-            ids += [mark, key, facts[key]]
+            ids += [self.symbols.recall, key, facts[key]]
             targets += [IGNORE, IGNORE, facts[key] if key in seen else IGNORE]
             seen.add(key)
-            size = int(rng.poisson(gap)) if gap else 0
-            filler = text[used : used + size].tolist()
+            filler = text[used : used + int(rng.poisson(gap))]
             used += len(filler)
             ids += filler
-            targets += filler if self.text_targets else [IGNORE] * len(filler)
+            targets += [IGNORE] * len(filler)
         return np.array(ids[: self.seq_len], np.int64), np.array(targets[1 : self.seq_len + 1], np.int64)
 
 
@@ -140,29 +158,21 @@ def build_probes(
     return probes
 
 
-def _facts(symbols: Symbols, count: int, rng: np.random.Generator, labels: bool) -> list[tuple[int, int]]:
-    keys = rng.choice(len(symbols.keys), size=count, replace=False)
-    chosen = [symbols.keys[i] for i in keys]
-    return [(k, int(rng.choice(symbols.allowed(k, test=True, labels=labels)))) for k in chosen]
-
-
-def _other(symbols: Symbols, value: int, rng: np.random.Generator, labels: bool) -> int:
-    rest = [v for v in (symbols.labels if labels else symbols.values) if v != value]
-    return int(rng.choice(rest))
-
-
 def _needle(tokens, symbols, domain, task, length, index, facts, rng) -> Probe:
-    """Facts at even depths of the text (needle: cycling over depths with the index), one of them asked for."""
+    """Facts in the text (one needle walks over ten depths with the index; several lie anywhere), one of them asked for."""
     count = facts if task == "multi_key" else 1
-    pairs = _facts(symbols, count, rng, labels=False)
     room = length - 3 * count - 2
     shard = tokens.shard(domain, "val")
-    text = shard.window(int(rng.integers(len(shard.tokens))), room).tolist()
-    # one needle walks over ten depths from case to case; several are spread at random
+    while True:
+        pairs = draw_facts(symbols, count, rng)
+        text = shard.window(int(rng.integers(len(shard.tokens))), room).tolist()
+        if is_test(pairs, text):
+            break
     places = [room * (2 * (index % 10) + 1) // 20] if count == 1 else rng.integers(room + 1, size=count).tolist()
     asked = int(rng.integers(count))
     key, value = pairs[asked]
-    wrong = _other(symbols, value, rng, labels=False)
+    choices = symbols.values[symbols.keys.index(key)]
+    wrong = int(rng.choice([v for v in choices if v != value]))
 
     def assemble(said: int) -> tuple[int, ...]:
         out, done = [], 0
@@ -171,25 +181,28 @@ def _needle(tokens, symbols, domain, task, length, index, facts, rng) -> Probe:
             done = at
         return (*out, *text[done:], symbols.recall, key)
 
-    return Probe(task, length, assemble(value), assemble(wrong), value, symbols.values)
+    return Probe(task, length, assemble(value), assemble(wrong), value, choices)
 
 
 def _icl(tokens, symbols, domain, task, length, index, facts, rng) -> Probe:
-    """Examples fill the context; every input is shown about three times, so a longer context has more of them."""
+    """Label examples fill the context; the control carries another label wherever this one has its own."""
     shots = (length - 2) // 3
-    count = max(2, min(len(symbols.keys), shots // 3))
-    pairs = _facts(symbols, count, rng, labels=True)
-    order = np.concatenate([rng.permutation(count) for _ in range(shots // count + 1)])[:shots]
-    asked = int(order[int(rng.integers(max(1, shots // 2)))])  # shown in the first half at least
-    key, value = pairs[asked]
-    wrong = _other(symbols, value, rng, labels=True)
     pad = tokens.shard(domain, "val").window(0, length - 2 - 3 * shots).tolist()
+    while True:
+        inputs, labels = draw_examples(symbols, shots, rng)
+        counts = sorted(((labels.count(v), v) for v in symbols.labels), reverse=True)
+        if counts[0][0] > counts[1][0] and is_test(list(zip(inputs, labels, strict=True)), pad):
+            break
+    value, asked = counts[0][1], symbols.keys[int(rng.integers(len(symbols.keys)))]
+    wrong = int(rng.choice([v for v in symbols.labels if v != value]))
+    swapped = {value: wrong, wrong: value}
 
-    def assemble(said: int) -> tuple[int, ...]:
-        body = [t for n in order for t in (symbols.label, pairs[n][0], said if n == asked else pairs[n][1])]
-        return (*pad, *body, symbols.label, key)
+    def assemble(said: Sequence[int]) -> tuple[int, ...]:
+        body = [t for key, v in zip(inputs, said, strict=True) for t in (symbols.label, key, v)]
+        return (*pad, *body, symbols.label, asked)
 
-    return Probe(task, length, assemble(value), assemble(wrong), value, symbols.labels)
+    control = [swapped.get(v, v) for v in labels]
+    return Probe(task, length, assemble(labels), assemble(control), value, symbols.labels)
 
 
 def score_probes(
