@@ -53,6 +53,11 @@ class Ledger:
         if self.total > self.peak_total:
             self.peak = dict(self.now)
 
+    def uncounted(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages that are not in the ledger."""
+        new = {storage_of(t): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for storage, size in new.items() if storage not in self._sizes)
+
     def drop(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = storage_of(tensor)

@@ -193,10 +193,15 @@ class ModelStage:
             root.backward()
         del root
         if self.split:
-            self.ledger.add("deferred", now.queue.kept())
+            kept = now.queue.kept()
+            new = self.ledger.uncounted(kept)
+            self.ledger.add_bytes("deferred", new)  # for a moment both are there
+            now.held.release()
+            self.ledger.add_bytes("deferred", -new)
+            self.ledger.add("deferred", kept)
         else:
+            now.held.release()
             del self.passed[micro]
-        now.held.release()
         return now.gradient_in.pop() if now.gradient_in else None
 
     def weight(self, micro: int) -> None:
