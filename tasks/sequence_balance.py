@@ -172,17 +172,13 @@ def plan_groups(
         if (max_tokens is None or longest <= size * max_tokens) and (size == 1 or min(lengths) >= 2 * size)
     ]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    limit, most = (
-        sum(cost(n, 1) for n in lengths) / ranks,
-        min((_longest(plan) for plan in plans), default=float("inf")),
-    )
-    found = None
-    while found is None and limit <= most * EQUAL:  # fitting is not monotonous in the limit: no bisection
+    limit, least = sum(cost(n, 1) for n in lengths) / ranks, min(map(_longest, plans), default=float("inf"))
+    while limit <= least * EQUAL:  # fitting is not monotonous in the limit: no bisection
         found = _fit(order, lengths, ranks, cost, sizes, max_tokens, limit)
+        if found is not None:
+            plans.append(found)
+            least = min(least, _longest(found))
         limit *= STEP
-    if found is not None:
-        plans.append(found)
-    least = min(map(_longest, plans))
     # Evened out further by arithmetic alone, all work would go to one group of all ranks.
     return min((p for p in plans if _longest(p) <= EQUAL * least), key=lambda p: sum(_copies(g, lengths) for g in p))
 
