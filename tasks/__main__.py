@@ -5,6 +5,7 @@ python -m tasks STAGE --dry-run    its resolved config, inputs, outputs, and why
 python -m tasks --list             every stage with its phase
 python -m tasks profile NAME       compose conf/NAME.yaml into params.yaml
 python -m tasks plan --profile NAME --cluster gpus=8   memory, operations and days before anything runs
+python -m tasks init-check DIR     what a checkpoint directory holds, before `init_from` names it (tasks/init_from.py)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _pin_threads() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run or inspect the stages of the line.")
-    parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`, or `plan`")
+    parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`, `plan`, `init-check`")
     parser.add_argument("name", nargs="?", help="with `profile`: the profile to compose")
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument(
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # DeepSpeed's launcher adds it; LOCAL_RANK says the same
     parser.add_argument("--dry-run", action="store_true", help="show what would run and why, run nothing")
     argv = sys.argv[1:] if argv is None else argv
-    planning = argv[:1] == ["plan"]
-    args = parser.parse_args(argv[:1] if planning else argv)
+    planning, checking = argv[:1] == ["plan"], argv[:1] == ["init-check"]
+    args = parser.parse_args(argv[:1] if planning or checking else argv)
     from tasks import launch, params, spec, stage
 
     try:
@@ -64,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
             from tasks import plan
 
             return plan.main(argv[1:])
+        if checking:
+            from tasks import init_from
+
+            return init_from.main(argv[1:])
         if args.list:
             for one in spec.load_specs().values():
                 print(f"{one.meta.get('phase', ''):10} {one.name}")

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 
 from model.losses import double_sided_is_loss, group_advantages
+from tasks.init_from import starting_checkpoint
 from tasks.rl import draw_problems, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import Sample, repair_groups, statistics
@@ -26,6 +27,8 @@ Groups = list[list[Sample]]
 
 
 class Config(RunConfig):
+    STARTS_FROM = "data/reasoning_rl"
+
     lag: int = Field(1, ge=1, description="weight versions that generation runs behind training")
     tau: int = Field(
         2, ge=0, description="staleness bound: samples with tokens older than this many versions are dropped"
@@ -84,7 +87,7 @@ def run(stage: Stage) -> None:
     """Train data/reasoning_rl's policy; write data/agentic_rl."""
     config: Config = stage.config
     with (
-        PolicyRun(stage, stage.dep("data/reasoning_rl"), config) as policy,
+        PolicyRun(stage, starting_checkpoint(stage), config) as policy,
         ThreadPoolExecutor(1) as generator,
     ):
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from model.losses import distill_advantages
 from tasks.engine_client import EngineProcess
+from tasks.init_from import starting_checkpoint
 from tasks.problems import Family, Problem, sample
 from tasks.rl import IcePopConfig, update
 from tasks.rl_run import PolicyRun, RunConfig
@@ -62,6 +63,8 @@ def chat_prompts(data_dir: Path) -> list[ChatPrompt]:
 
 class Config(RunConfig):
     """`families` of RunConfig are those whose gain is reported; what is trained on is each teacher's."""
+
+    STARTS_FROM = "data/general_rl"
 
     teachers: dict[str, list[str]] = Field(description="teacher stage -> families of its training set ('chat' for SFT)")
     clamp: float = Field(5.0, gt=0, description="bound of |A_t|")
@@ -127,7 +130,7 @@ def run(stage: Stage) -> None:
     threads = int(stage.params.get("threads", 1))
     chats = chat_prompts(stage.dep("data/sft_data")) if any(CHAT in names for names in config.teachers.values()) else []
     with contextlib.ExitStack() as stack:
-        policy = stack.enter_context(PolicyRun(stage, stage.dep("data/general_rl"), config))
+        policy = stack.enter_context(PolicyRun(stage, starting_checkpoint(stage), config))
         engines = {
             name: stack.enter_context(EngineProcess(stage.dep(f"data/{name}"), threads=threads)).client
             for name in config.teachers

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from model.losses import group_advantages
 from model.reward import RewardModel
+from tasks.init_from import starting_checkpoint
 from tasks.problems import Problem
 from tasks.rl import IcePopConfig, draw_problems, micro_batches, pad, update
 from tasks.rl_run import PolicyRun, RunConfig
@@ -20,6 +21,8 @@ from tasks.stage import Stage
 
 
 class Config(RunConfig):
+    STARTS_FROM = "data/agentic_rl"
+
     reward_model_weight: float = Field(0.2, ge=0, le=1, description="share of the reward model; the rest is rules")
     partial_weight: float = Field(
         0.5, ge=0, le=1, description="within the rules: share of rules kept, against all or none"
@@ -55,7 +58,7 @@ def run(stage: Stage) -> None:
     config: Config = stage.config
     weight = config.reward_model_weight
     judge = RewardModel.load(stage.dep("data/reward_model")).eval()
-    with PolicyRun(stage, stage.dep("data/agentic_rl"), config) as policy:
+    with PolicyRun(stage, starting_checkpoint(stage), config) as policy:
         for step in policy.steps():
             problems = draw_problems(policy.families, config.prompts, step)
             groups = policy.roller.roll(policy.engine, problems, config.group_size, stage.rng_seed("rollout", step))

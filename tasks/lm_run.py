@@ -7,7 +7,6 @@ Used by tasks/pretrain.py, midtrain.py, dsa_warmup.py and dsa_adapt.py. The inpu
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,11 +21,12 @@ from model.muon import MuonSplit, build_optimizer
 from model.transformer import GlmMoeDsa
 from tasks.costs import refuse_too_large
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
+from tasks.init_from import starting_checkpoint
 from tasks.objectives import LanguageModeling
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler, validation_windows
 from tasks.schedules import BatchSize, LearningRate
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage, StageSpec
 from tasks.tokens import TokenSet
 from tasks.trainer import LoopSettings, Objective, OptimizerSettings, Section, Trainer, pick_device, split_batch
 
@@ -62,7 +62,7 @@ class HeldoutSettings(Section):
     seq_len: int | None = Field(None, ge=2)
 
 
-class LmConfig(StageConfig):
+class LmConfig(FromCheckpoint):
     """Settings that every language-model stage has."""
 
     tokens: int = Field(gt=0, description="training tokens of this stage")
@@ -87,20 +87,22 @@ class LmConfig(StageConfig):
     )
     load_optimizer: bool = Field(False, description="start from the optimizer state of the previous checkpoint")
 
+    def declared(self, spec: StageSpec) -> str | None:
+        """The one dependency below data/ that is neither packed tokens nor the tokenizer."""
+        found = [
+            d for d in spec.deps if d.startswith("data/") and not d.startswith("data/pack") and d != "data/tokenizer"
+        ]
+        if len(found) > 1:
+            raise ValueError(f"stage {spec.name} has several checkpoints among its deps: {', '.join(found)}")
+        return found[0] if found else None
+
 
 def token_dep(stage: Stage) -> TokenSet:
     """The stage's token shards."""
     return TokenSet(stage.dep(next(d for d in stage.spec.deps if d.startswith("data/pack"))))
 
 
-def checkpoint_dep(stage: Stage) -> Path | None:
-    """The checkpoint the stage starts from; None when it starts from nothing."""
-    found = [
-        d for d in stage.spec.deps if d.startswith("data/") and not d.startswith("data/pack") and d != "data/tokenizer"
-    ]
-    if len(found) > 1:
-        raise ValueError(f"stage {stage.name} has several checkpoints among its deps: {', '.join(found)}")
-    return stage.dep(found[0]) if found else None
+checkpoint_dep = starting_checkpoint
 
 
 def device_memory() -> int:
@@ -116,7 +118,7 @@ def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa
     ValueError, before anything is allocated, when it cannot be trained here (memory, context, vocabulary). `train` as in
     `run_lm`.
     """
-    source = checkpoint_dep(stage)
+    source = starting_checkpoint(stage)
     if source is not None:
         cfg = ModelConfig.from_hf(json.loads((source / "config.json").read_text(encoding="utf-8")))
     else:
@@ -134,7 +136,8 @@ def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa
         model = load_checkpoint(source)
     else:
         model = GlmMoeDsa(cfg).init_weights(stage.rng_seed("weights"))
-    if model.cfg.vocab_size != tokens.vocab_size:
+    padded = stage.config.starts_elsewhere(stage.spec) and model.cfg.vocab_size > tokens.vocab_size
+    if model.cfg.vocab_size != tokens.vocab_size and not padded:  # released models pad their vocabulary
         raise ValueError(
             f"the model's vocabulary is {model.cfg.vocab_size} (params.yaml: model.vocab_size), the tokens' is "
             f"{tokens.vocab_size}: make model.vocab_size and tokenizer.vocab_size agree"
@@ -154,7 +157,7 @@ def stop_ids(stage: Stage) -> list[int]:
 def make_optimizer(stage: Stage, model: nn.Module, train: str = "all") -> MuonSplit:
     """The stage's optimizer, with the previous stage's state when `load_optimizer` asks for it."""
     optimizer = build_optimizer(model, stage.config.optimizer.to_config(train))
-    source = checkpoint_dep(stage)
+    source = starting_checkpoint(stage)
     if stage.config.load_optimizer:
         if source is None or not (source / OPTIMIZER_FILE).is_file():
             raise ValueError(
@@ -274,7 +277,7 @@ def run_lm(
         # Resumed after the last step, or an earlier checkpoint was the best: measure the weights that are written.
         evaluate(model.eval(), trainer.step)
     out = stage.out(stage.spec.outs[0])
-    tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else checkpoint_dep(stage)
+    tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else starting_checkpoint(stage)
     save_checkpoint(model, out, tokenizer)
     if config.save_optimizer:
         (out / OPTIMIZER_FILE).parent.mkdir()

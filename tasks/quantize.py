@@ -16,12 +16,15 @@ from pathlib import Path
 from pydantic import Field
 
 from tasks.files import atomic_write
+from tasks.init_from import starting_checkpoint
 from tasks.quant_artifact import write_artifact
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage
 
 
-class Config(StageConfig):
+class Config(FromCheckpoint):
     """Parameters of quantization."""
+
+    STARTS_FROM = "data/distill"
 
     rule: str = Field("ssz", description="scale rule of the int4 experts: ssz, absmax/7 or absmax/7.5")
     ssz_steps: int = Field(50, ge=1, description="most iterations of SSZ per matrix")
@@ -107,7 +110,7 @@ def run(stage: Stage) -> None:
     from tasks.tensor_store import TensorWriter
 
     config: Config = stage.config
-    out, source, pack = stage.out("data/quantize"), stage.dep("data/distill"), stage.dep("data/pack/pretrain")
+    out, source, pack = stage.out("data/quantize"), starting_checkpoint(stage), stage.dep("data/pack/pretrain")
     rtn = stage.scratch / "rtn"
     artifact = write_artifact(
         source,

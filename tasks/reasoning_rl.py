@@ -14,6 +14,7 @@ import functools
 import torch
 
 from model.losses import group_advantages
+from tasks.init_from import starting_checkpoint
 from tasks.rl import IcePopConfig, draw_problems, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import statistics
@@ -21,13 +22,15 @@ from tasks.stage import Stage
 
 
 class Config(RunConfig):
+    STARTS_FROM = "data/sft"
+
     icepop: IcePopConfig = IcePopConfig()
 
 
 def run(stage: Stage) -> None:
     """Train data/sft's policy; write data/reasoning_rl."""
     config: Config = stage.config
-    with PolicyRun(stage, stage.dep("data/sft"), config) as policy:
+    with PolicyRun(stage, starting_checkpoint(stage), config) as policy:
         for step in policy.steps():
             problems = draw_problems(policy.families, config.prompts, step)
             groups = policy.roller.roll(policy.engine, problems, config.group_size, stage.rng_seed("rollout", step))

@@ -18,10 +18,11 @@ from pydantic import Field
 from model.losses import bradley_terry_loss
 from model.reward import RewardModel
 from tasks.chat import render_tokens
+from tasks.init_from import starting_checkpoint
 from tasks.parallel import ParallelSettings, current
 from tasks.problems import Family, Problem, build_all, mix, sample
 from tasks.rl import pad
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage
 from tasks.trainer import Batch, LoopSettings, OptimizerSettings, Trainer
 
 _WORDS = "the of and river seven quick stone under paper".split()
@@ -79,7 +80,9 @@ def preference_pair(problem: Problem, rng: random.Random) -> tuple[list[dict], l
     return [*head, last], [*head, {**last, "content": corrupt(last["content"], rng)}]
 
 
-class Config(StageConfig):
+class Config(FromCheckpoint):
+    STARTS_FROM = "data/sft"
+
     families: dict[str, dict[str, Any]] = Field(description="families whose solutions make the pairs")
     steps: int = Field(ge=1)
     pairs: int = Field(24, ge=1, description="pairs of one step")
@@ -128,7 +131,7 @@ def run(stage: Stage) -> None:
     config: Config = stage.config
     ranks = current()
     torch.set_num_threads(int(stage.params.get("threads", 1)))
-    source = stage.dep("data/sft")
+    source = starting_checkpoint(stage)
     tokenizer, families = load_tokenizer(source), build_all(config.families)
     model = RewardModel(load_checkpoint(source))
     optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))

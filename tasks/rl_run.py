@@ -26,10 +26,10 @@ from tasks.problems import build_all, mix, samples
 from tasks.rl import PolicyConfig, load_state, save_state
 from tasks.rl_eval import evaluate_families, load_tokenizer
 from tasks.rollouts import Roller
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage
 
 
-class RunConfig(StageConfig):
+class RunConfig(FromCheckpoint):
     """Settings that all RL stages have."""
 
     families: dict[str, dict[str, Any]] = Field(description="problem families to train on: name -> its fields")

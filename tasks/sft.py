@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from tasks.init_from import starting_checkpoint
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler
 from tasks.sft_data import SftSet
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage
 from tasks.tokens import TokenSet
 from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Section, Trainer, pick_device
 
@@ -31,7 +32,9 @@ class Replay(Section):
     mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
 
 
-class Config(StageConfig):
+class Config(FromCheckpoint):
+    STARTS_FROM = "data/dsa_adapt"
+
     batch_samples: int = Field(ge=1, description="conversations of one optimizer step")
     epochs: float = Field(1.0, gt=0, description="passes over the train split; each in its own order")
     micro_tokens: int = Field(4096, ge=64, description="padded tokens of one forward")
@@ -125,7 +128,7 @@ def run(stage: Stage) -> None:
     config: Config = stage.config
     ranks = current()
     torch.set_num_threads(int(stage.params.get("threads", 1)))
-    source, data_dir = stage.dep("data/dsa_adapt"), stage.dep("data/sft_data")
+    source, data_dir = starting_checkpoint(stage), stage.dep("data/sft_data")
     train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
     model = load_checkpoint(source).to(pick_device())
     # the indexer keeps what the DSA stages taught it: nothing here trains it

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +27,29 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     max_reject_share: float = Field(0.05, ge=0, le=1, description="the stage fails above this share of bad records")
+
+
+class FromCheckpoint(StageConfig):
+    """Base of the `Config` of a stage that starts from a checkpoint; see tasks/init_from.py."""
+
+    STARTS_FROM: ClassVar[str | None] = None  # the dependency that dvc.yaml declares for it
+
+    init_from: str | None = Field(None, description="checkpoint directory to start from; null: the declared dependency")
+    init_sha256: str | None = Field(
+        None, pattern="^[0-9a-f]{64}$", description="content hash that init_from must have (python -m tasks init-check)"
+    )
+
+    def declared(self, spec: StageSpec) -> str | None:
+        """The dependency of dvc.yaml that is the checkpoint to start from, None when there is none."""
+        return self.STARTS_FROM if self.STARTS_FROM in spec.deps else None
+
+    def starts_elsewhere(self, spec: StageSpec) -> str | None:
+        """`init_from` where it is not what another stage of the line makes, else None."""
+        return None if self.init_from is None or self.init_from == self.declared(spec) else self.init_from
+
+    def replaced(self, spec: StageSpec) -> str | None:
+        """The declared dependency that `init_from` stands in for: it need not exist."""
+        return self.declared(spec) if self.starts_elsewhere(spec) else None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from tasks.files import (
 )
 from tasks.params import ROOT, load_params
 from tasks.spec import (
+    FromCheckpoint,
     StageConfig,
     StageSpec,
     find_spec,
@@ -61,6 +62,7 @@ class Stage:
         self.spec, self.params, self.config, self.root = spec, params, config, Path(root)
         self.name, self.base, self.variant = spec.name, spec.base, spec.variant
         self.seed: int = int(params.get("seed", 0))
+        self.starting: Path | None = None  # what init_from became (tasks/init_from.py)
         self._record = record
         self._staging: dict[str, Path] = {}
         self._metrics: dict = {}
@@ -72,7 +74,19 @@ class Stage:
 
     @cached_property
     def dep_hashes(self) -> dict[str, str]:
-        return {d: content_hash(self.root / d) for d in self.spec.deps}
+        """Content of every dependency, and of `init_from`, which may stand in for one (tasks/init_from.py)."""
+        start = self.config.starts_elsewhere(self.spec) if isinstance(self.config, FromCheckpoint) else None
+        absent = self.config.replaced(self.spec) if start else None
+        hashes = {d: content_hash(self.root / d) for d in self.spec.deps if d not in (absent, start)}
+        if start:
+            hashes["init_from"] = content_hash(self.root / start)
+            pinned = self.config.init_sha256
+            if pinned and pinned != hashes["init_from"]:
+                raise ValueError(
+                    f"stage {self.name}: init_from {start} has the content hash {hashes['init_from']}, init_sha256 asks for "
+                    f"{pinned}: the directory has changed"
+                )
+        return hashes
 
     @cached_property
     def fingerprint(self) -> str:
