@@ -91,8 +91,8 @@ class _LinearMode(TorchFunctionMode):
     """Takes F.linear without bias and with a trained weight; everything else passes."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and not kwargs and len(args) == 2 and _active is not None:
-            x, weight = args
+        if func is F.linear and not kwargs and args[2:] in ((), (None,)) and _active is not None:
+            x, weight = args[:2]
             if torch.is_grad_enabled() and weight.requires_grad and x.dim() > 1:
                 return _DeferredLinear.apply(x, weight, _active)
         return func(*args, **(kwargs or {}))

@@ -60,6 +60,29 @@ def test_two_passes_accumulate_into_an_existing_gradient():
     assert w.grad.data_ptr() == where
 
 
+def test_a_whole_block_defers_every_matrix():
+    """Only norms, and the indexer that no loss reaches, are left to backward."""
+    from model.block import BlockArgs
+    from model.transformer import GlmMoeDsa
+    from tests.model.sizes import micro, spread
+
+    model = spread(GlmMoeDsa(micro())).double()
+    x = torch.randn(1, 9, 48, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
+    cis = model.rope(torch.arange(9)[None]).to(torch.complex128)
+    for block in model.blocks[:2]:  # a dense one and one with experts
+        named = {n: p for n, p in block.named_parameters() if "indexer" not in n}
+        expected = torch.autograd.grad(block(x, cis, BlockArgs("dense")).hidden_bsh.sin().sum(), [x, *named.values()])
+        queue = WeightQueue()
+        with deferring(queue):
+            y = block(x, cis, BlockArgs("dense")).hidden_bsh.sin().sum()
+        now = torch.autograd.grad(y, [x, *named.values()], allow_unused=True, retain_graph=True)
+        torch.testing.assert_close(now[0], expected[0])
+        assert {n for n, g in zip(named, now[1:]) if g is not None} == {n for n in named if "norm" in n}
+        queue.run()
+        for (name, p), gradient, want in zip(named.items(), now[1:], expected[1:]):
+            torch.testing.assert_close(p.grad if gradient is None else gradient, want, msg=name)
+
+
 def test_without_a_queue_nothing_changes():
     x, w = tensors((3, 4), (5, 4))
     with deferring(None):
