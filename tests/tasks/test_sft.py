@@ -28,6 +28,8 @@ def made(tmp_path_factory):
     config = {
         "families": {"addition": {"train": 20, "heldout": 4}, "calculator": {"train": 12, "heldout": 4}},
         "chat_pairs": 10,
+        "heldout_problems": 20,
+        "rl_problems": 20,
     }
     deps = {"data/acquire": tmp / "acquire", "data/tokenizer": start}
     for run in ("one", "two"):
@@ -134,3 +136,40 @@ def test_replay_keeps_the_text_it_replays(made, tmp_path):
         loss = heldout_loss(load_checkpoint(out / "data/sft"), TokenSet(tmp_path / "pack"), 32, 4, "sparse")
         losses[rows] = loss["web"]["loss"]
     assert losses[2] < losses[0] - 1
+
+
+def test_planted_leaks_are_left_out_and_named(tmp_path):
+    """Held-out problems and passages of an evaluation set inside conversations; everything else goes through."""
+    from tasks.problem_gate import question
+
+    start = save_random_checkpoint(tmp_path / "start")
+    folder = tmp_path / "acquire/files/chatterbot/chatterbot_corpus/data/english"
+    folder.mkdir(parents=True)
+    held, trained = (question(sample(build("addition"), split, 3)) for split in ("heldout", "train"))
+    passage = "the seventh lantern keeper counted nineteen grey herons before the bridge of glass fell silent"
+    (tmp_path / "gold").mkdir()
+    (tmp_path / "gold/set.jsonl").write_text(json.dumps({"question": passage}) + "\n")
+    turns = [
+        ("Hello", "Hi there"),
+        (held, "No idea"),
+        (f"Please, {held} Thanks", "No"),
+        (trained, "Yes"),
+        ("Tell me", passage),
+    ]
+    (folder / "a.yml").write_text(
+        "conversations:\n" + "".join(f"- - {json.dumps(a)}\n  - {json.dumps(b)}\n" for a, b in turns)
+    )
+    config = {"families": {"addition": {"train": 20, "heldout": 4}}, "chat_pairs": 10, "chat_max_chars": 200}
+    config |= {"optional_items": ["gold"], "rl_problems": 20}
+    deps = {"data/acquire": tmp_path / "acquire", "data/tokenizer": start}
+    run_stage_for_test(sft_data, config, None, deps, ["data/sft_data"], tmp=tmp_path)
+    leaks = [json.loads(line) for line in (tmp_path / "data/sft_data/leaks.jsonl").read_text().splitlines()]
+    found = {leak["text"]: leak["items"] for leak in leaks}
+    assert found == {
+        f"{held}\nNo idea": ["problems/addition:3"],
+        f"Please, {held} Thanks\nNo": ["problems/addition:3"],
+        f"Tell me\n{passage}": ["gold/set.jsonl:1"],
+    }
+    gate = json.loads((tmp_path / "metrics/sft_data.json").read_text())["gate"]
+    assert gate["leaks"] == {"chat": 3, "problems": 0, "rl": 0}
+    assert gate["searched"]["chat"] == 5 and gate["searched"]["problems"] == 20 and gate["searched"]["rl"] >= 100
