@@ -61,7 +61,7 @@ class Route:
 
 def make_route(ranks: list[int] | None = None, per_node: int | None = None, stages: int = 1) -> Route:
     """The route over `ranks` (global numbers, node by node; None: all). Collective: every rank of the world calls it, with
-    the arguments of its own group. ValueError when the nodes do not divide the group."""
+    the arguments of its own group, as many times as the others. ValueError when the nodes do not divide the group."""
     world = dist.get_world_size()
     ranks = list(range(world)) if ranks is None else ranks
     size, per_node = len(ranks), per_node or len(ranks)

@@ -155,7 +155,8 @@ def plan_groups(
     A long sequence gets as many ranks as it takes to finish with the others, short ones share a rank. Among plans within
     three per cent of the best it takes the one with the least traffic. max_tokens: tokens of one
     sequence that fit on one rank. sizes: allowed group sizes (default: powers of two up to `ranks`). Groups come in the order of
-    their ranks; ranks beyond the last group have nothing to do. ValueError when a sequence fits nowhere.
+    their ranks; ranks beyond the last group have nothing to do. ValueError when a sequence
+    fits nowhere.
     """
     sizes = sorted(sizes or [2**k for k in range(ranks.bit_length()) if 2**k <= ranks])
     if not lengths:
@@ -179,6 +180,11 @@ def plan_groups(
             plans.append(found)
             least = min(least, _longest(found))
         limit *= STEP
+        if not plans and limit > 2 * sum(cost(n, size) for n in lengths for size in sizes):
+            raise ValueError(
+                f"no context groups on {ranks} ranks take both a sequence of {longest} tokens and one of {min(lengths)}, which "
+                "must have two tokens per rank of its group: pad or drop the short one"
+            )
     # Evened out further by arithmetic alone, all work would go to one group of all ranks.
     return min((p for p in plans if _longest(p) <= EQUAL * least), key=lambda p: sum(_copies(g, lengths) for g in p))
 

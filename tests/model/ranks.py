@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 GRACE = 2.0  # seconds that the other ranks have to fail by themselves once one has
+START = 15.0  # seconds that a rank may need to start, before its own clock runs
 
 
 class RankError(RuntimeError):
@@ -36,11 +37,12 @@ def _loopback() -> str:
 
 
 def _child(rank: int, world: int, folder: str, limit: float, function: Callable, args: tuple) -> None:
-    faulthandler.dump_traceback_later(limit, exit=True)  # also ends a rank whose parent is gone
+    place = Path(folder)
+    late = (place / f"late-{rank}").open("w")
+    faulthandler.dump_traceback_later(limit, exit=True, file=late)  # also ends a rank whose parent is gone
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"GLOO_SOCKET_IFNAME": _loopback(), "OMP_NUM_THREADS": "1"}
-    place = Path(folder)
     try:
         store = dist.FileStore(str(place / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
@@ -70,7 +72,7 @@ def run_ranks(world: int, function: Callable, *args: Any, limit: float = 90.0) -
         try:
             for process in ranks:
                 process.start()
-            deadline = time.monotonic() + limit
+            deadline = time.monotonic() + limit + START  # a late rank says first where it was
             running = {process.sentinel: process for process in ranks}
             while running and (left := deadline - time.monotonic()) > 0:
                 for sentinel in wait(list(running), timeout=left):
@@ -95,5 +97,8 @@ def run_ranks(world: int, function: Callable, *args: Any, limit: float = 90.0) -
 
 
 def _error(folder: Path, rank: int) -> str:
-    path = folder / f"error-{rank}"
-    return path.read_text(encoding="utf-8") if path.exists() else "no traceback: killed, or out of time"
+    for name in ("error", "late"):
+        path = folder / f"{name}-{rank}"
+        if path.exists() and path.stat().st_size:
+            return path.read_text(encoding="utf-8")
+    return "no traceback: killed because another rank failed"

@@ -128,6 +128,8 @@ def test_a_sequence_that_fits_nowhere_is_refused_and_no_sequence_is_no_group():
     cost = sequence_cost(micro(), sparse=False)
     with pytest.raises(ValueError, match="a sequence of 900 tokens does not fit 4 ranks of 200 tokens each"):
         plan_groups([900, 5], 4, cost, max_tokens=200)
+    with pytest.raises(ValueError, match="take both a sequence of 900 tokens and one of 5"):
+        plan_groups([900, 5], 4, cost, max_tokens=250)
     with pytest.raises(ValueError, match="6 ranks cannot be split into context groups of 4"):
         fixed_groups([5], 6, cost, 4)
     assert plan_groups([], 4, cost) == []
