@@ -55,8 +55,37 @@ def training_section(data: Collected) -> str:
     if not charts and not small:
         return ""
     charts.append('<div class="grid">' + "".join(panel(line_chart(c)) for c in small) + "</div>")
+    charts.append(recall_table(data))
     text = "Language-model stages end to end; dotted lines mark where a stage begins."
     return section("training", "Training", text, "".join(charts))
+
+
+def recall_table(data: Collected) -> str:
+    """What the indexer's selection holds of the best possible one's attention, per layer, along the DSA stages."""
+    steps: list[tuple[str, dict]] = []
+    for stem, title in (("dsa_warmup", "after warm-up"), ("dsa_adapt", "after sparse adaptation")):
+        found = data.metrics.get(stem, {})
+        if not steps and found.get("recall_before"):
+            steps.append(("before", found["recall_before"]))
+        if found.get("recall"):
+            steps.append((title, found["recall"]))
+    if not steps:
+        return ""
+    topk = min(steps[-1][1]["layer_0"], key=int)
+    layers = sorted(steps[-1][1], key=lambda name: int(name.rpartition("_")[2]))
+    rows = [
+        [
+            layer.replace("_", " "),
+            *(f"{recall[layer][topk]['ratio']:.1%}" if topk in recall.get(layer, {}) else "–" for _, recall in steps),
+            f"{steps[-1][1][layer][topk]['recent'] / steps[-1][1][layer][topk]['oracle']:.1%}",
+        ]
+        for layer in layers
+    ]
+    note = (
+        f'<p class="note">Indexer: attention mass on its top {topk} keys as a share of what the best possible {topk} keys '
+        f"hold, under dense attention on held-out text; last column: the {topk} most recent keys instead.</p>"
+    )
+    return panel(table(["indexer recall", *(title for title, _ in steps), "most recent keys"], rows)) + note
 
 
 def rl_section(data: Collected) -> str:

@@ -84,7 +84,11 @@ def write_run(root: Path) -> Path:
         plots[stem] = _curve(290 if i == 0 else 60, start, 3.4 - 0.1 * i, **extra)
         metrics[stem] = {"tokens": (290 if i == 0 else 60) * 2048, "heldout": _text(2.3 - 0.04 * i)}
     plots["dsa_warmup"] = [{"step": s, "index_kl": 4 * math.exp(-s / 12) + 0.6} for s in range(1, 51)]
-    metrics["dsa_warmup"] = {"recall_ratio": 0.92}
+    recall = [
+        {f"layer_{i}": {"64": {"oracle": 0.8, "recent": 0.4, "ratio": r + 0.01 * i}} for i in range(2)}
+        for r in (0.5, 0.9)
+    ]
+    metrics["dsa_warmup"] = {"recall_ratio": 0.92, "recall_before": recall[0], "recall": recall[1]}
     plots["sft"] = _curve(210, 4.0, 0.35)
     metrics["sft"] = {"steps": 210, "heldout": {"addition": 0.3}}
     plots["reward_model"] = [{"step": s, "loss": 0.7 * math.exp(-s / 20)} for s in range(1, 41)]

@@ -14,7 +14,18 @@ import pytest
 
 from tasks import report
 from tasks.report_dag import draw, edges, layout, read_graph, reduced
-from tasks.report_data import captions, collect, columns, differences, evaluation, funnel, summary, web_filters
+from tasks.report_data import (
+    Collected,
+    captions,
+    collect,
+    columns,
+    differences,
+    evaluation,
+    funnel,
+    summary,
+    web_filters,
+)
+from tasks.report_made import recall_table
 from tasks.report_svg import Bar, LineChart, Series, bar_chart, label, line_chart, log_dots, ticks
 from tasks.stage import run_stage_for_test
 from tests.tasks.report_fixtures import write_run
@@ -218,3 +229,11 @@ def test_table_on_the_terminal(run_dir, tmp_path):
     assert "distilled" in done.stdout and "2.390" in done.stdout and "7 of 7" in done.stdout
     missing = subprocess.run([*command, str(tmp_path / "none.json")], cwd=ROOT, capture_output=True, text=True)
     assert missing.returncode == 1 and "run `dvc repro report` first" in missing.stderr
+
+
+def test_indexer_recall_is_shown_per_layer_and_stage(collected):
+    page = recall_table(collected)
+    assert "after warm-up" in page and "after sparse adaptation" not in page, "the fixture has warm-up only"
+    rows = re.findall(r"<tr>.*?</tr>", page, re.S)
+    assert len(rows) == 3 and all(part in rows[2] for part in ("layer 1", "51.0%", "91.0%", "50.0%"))
+    assert recall_table(Collected()) == ""
