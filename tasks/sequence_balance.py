@@ -93,7 +93,7 @@ def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(part) for part in found]
 
 
-def share(lengths: Sequence[int], cost: Cost, ranks: int, how: str) -> list[list[int]]:
+def share(lengths: Sequence[int], cost: Cost | None, ranks: int, how: str) -> list[list[int]]:
     """Which of a step's sequences each rank takes. how: "none" deals them out in turn, "tokens" evens out their lengths,
     "cost" their work. Every sequence goes to exactly one rank; a rank's own are in the step's order."""
     if how not in BALANCE:

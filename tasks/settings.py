@@ -81,6 +81,11 @@ class LoopSettings(Section):
         "none", pattern="^(none|selective|block)$", description="activations computed again in the backward"
     )
     offload: bool = Field(False, description="activations wait for the backward in host memory")
+    balance: str = Field(
+        "none",
+        pattern="^(none|tokens|cost)$",
+        description="how a step's samples of unequal length are dealt to ranks: in turn, or evened out by tokens or by work",
+    )
     guard: GuardSettings = GuardSettings()
 
     @model_validator(mode="after")

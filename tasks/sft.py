@@ -17,6 +17,7 @@ from pydantic import Field
 from tasks.init_from import starting_checkpoint
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler
+from tasks.sequence_balance import Cost, sequence_cost, share
 from tasks.sft_data import SftSet
 from tasks.stage import FromCheckpoint, Stage
 from tasks.tokens import TokenSet
@@ -48,19 +49,29 @@ class Config(FromCheckpoint):
 
 
 def sft_batches(
-    data: SftSet, batch_samples: int, micro_tokens: int, seed: int, step: int, rank: int = 0, world: int = 1
+    data: SftSet,
+    batch_samples: int,
+    micro_tokens: int,
+    seed: int,
+    step: int,
+    rank: int = 0,
+    world: int = 1,
+    balance: str = "none",
+    cost: Cost | None = None,
 ) -> list[Batch]:
     """Micro-batches of one step, samples of similar length together: input_ids_bs and targets_bs (IGNORE off the mask).
 
     Samples come in a fresh order every epoch; the function depends on its arguments only. Rank r of w takes every w-th
-    sample of the step, in order of length, so that ranks have the same work.
+    sample of the step, in order of length; or the samples are dealt out by `balance` (tasks.sequence_balance.share) under
+    `cost`. The step's samples are the same in any case.
     """
     places = range(step * batch_samples, (step + 1) * batch_samples)
     orders = {place // len(data) for place in places}
     permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(len(data)) for epoch in orders}
     rows = [data[permutations[place // len(data)][place % len(data)]][1:] for place in places]
     rows.sort(key=lambda row: len(row[0]))
-    return [padded(group) for group in length_groups(rows[rank::world], micro_tokens)]
+    mine = share([len(ids) - 1 for ids, _ in rows], cost, world, balance)[rank]
+    return [padded(group) for group in length_groups([rows[i] for i in mine], micro_tokens)]
 
 
 def length_groups(rows: list[tuple[np.ndarray, np.ndarray]], micro_tokens: int) -> list[list]:
@@ -97,6 +108,9 @@ def objective(model: torch.nn.Module, batch: Batch, step: int) -> tuple[torch.Te
     from kernels.cross_entropy import linear_cross_entropy
 
     out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch.get("token_mask_bs"))
+    if model.context is not None:  # sequences spread over ranks
+        loss = model.context.cross_entropy(out.hidden_bsh, model.lm_head.weight, batch["targets_bs"])
+        return loss, {"router_counts": out.router_counts}
     hidden_nh, targets_n = out.hidden_bsh.flatten(0, 1), batch["targets_bs"].flatten()
     trained = targets_n != IGNORE
     loss = linear_cross_entropy(hidden_nh[trained], model.lm_head.weight, targets_n[trained])
@@ -140,9 +154,12 @@ def run(stage: Stage) -> None:
         tokens, total = TokenSet(stage.dep("data/pack/midtrain")), -(-steps // replay.every) * replay.rows
         text = BatchSampler(tokens, replay.seq_len, total, stage.rng_seed("replay"), replay.mixture)
 
+    cost = sequence_cost(model.cfg, sparse=True)
+
     def batches(step: int) -> list[Batch]:
         order = stage.rng_seed("order")
-        found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, ranks.rank, ranks.world)
+        share_of = (ranks.rank, ranks.world, config.loop.balance, cost)
+        found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, *share_of)
         if text is not None and step % replay.every == 0 and ranks.rank < replay.rows:
             arrays = text.batch(step // replay.every * replay.rows, replay.rows, ranks.rank, ranks.world)
             found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
