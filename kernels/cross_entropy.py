@@ -7,9 +7,14 @@ Run its tests: `python -m pytest tests/kernels/test_cross_entropy.py`
 """
 
 import torch
+import torch.nn.functional as F
+
+from kernels.paths import choose
 
 CHUNK_ELEMENTS = 1 << 20  # logits per chunk: 4 MB in fp32, about one core's share of the last-level cache
-CHUNK_ROWS = 256  # at least: with fewer rows the weight's gradient is read and written too often (measured at vocabulary 32768)
+CHUNK_ROWS = (
+    256  # at least: with fewer rows the weight's gradient is read and written too often (measured at vocabulary 32768)
+)
 
 
 def _rows_per_chunk(vocab: int, chunk: int | None) -> int:
@@ -31,7 +36,7 @@ def _logits(h_ch, weight_vh):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_nh, weight_vh, targets_n, ignore_index, mean, chunk):
+    def forward(ctx, hidden_nh, weight_vh, targets_n, ignore_index, mean, chunk, triton):
         n = hidden_nh.shape[0]
         need_h, need_w = ctx.needs_input_grad[:2]
         acc = torch.promote_types(hidden_nh.dtype, torch.float32)
@@ -47,6 +52,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, target, keep = hidden_nh[a : a + chunk], safe_n1[a : a + chunk], valid_n[a : a + chunk]
             logits, logp = logits_cv[: len(h)], logp_cv[: len(h)]
             torch.mm(h, weight_vh.T, out=logits)
+            if triton:
+                from kernels.triton_cross_entropy import softmax_rows_
+
+                chosen_n = softmax_rows_(logits, target.squeeze(1), keep.float() if need_h or need_w else None)
+                loss_sum -= torch.where(keep, chosen_n, 0).double().sum()
+                if need_h:
+                    torch.mm(logits, weight_vh, out=dhidden[a : a + chunk])
+                if need_w:
+                    dweight.addmm_(logits.T.to(acc), h.to(acc))
+                continue
             # One fused pass over each row; logsumexp would take six, and a temporary as large as the logits.
             torch.ops.aten._log_softmax.out(logits.to(acc), 1, False, out=logp)
             loss_sum -= torch.where(keep, logp.gather(1, target).squeeze(1), 0).double().sum()
@@ -78,6 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -85,7 +101,7 @@ class _LinearLogProbs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature)[target] per row; rows with a negative target give 0."""
 
     @staticmethod
-    def forward(ctx, hidden_nh, weight_vh, targets_n, temperature, chunk):
+    def forward(ctx, hidden_nh, weight_vh, targets_n, temperature, chunk, triton):
         n = hidden_nh.shape[0]
         acc = torch.promote_types(hidden_nh.dtype, torch.float32)
         logp_n = torch.empty(n, dtype=acc, device=hidden_nh.device)
@@ -93,6 +109,12 @@ class _LinearLogProbs(torch.autograd.Function):
         valid_n = targets_n >= 0
         safe_n1 = targets_n.clamp(min=0).unsqueeze(1)
         for a in range(0, n, chunk):
+            if triton:
+                from kernels.triton_cross_entropy import softmax_rows_
+
+                logits = hidden_nh[a : a + chunk] @ weight_vh.T
+                logp_n[a : a + chunk] = softmax_rows_(logits, safe_n1[a : a + chunk, 0], temperature=temperature)
+                continue
             logits = _logits(hidden_nh[a : a + chunk], weight_vh)
             if temperature != 1.0:
                 logits.div_(temperature)
@@ -100,7 +122,7 @@ class _LinearLogProbs(torch.autograd.Function):
             lse_n1[a : a + chunk] = lse
             logp_n[a : a + chunk] = (logits.gather(1, safe_n1[a : a + chunk]) - lse).squeeze(1)
         ctx.save_for_backward(hidden_nh, weight_vh, safe_n1, valid_n, lse_n1)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.triton = temperature, chunk, triton
         return torch.where(valid_n, logp_n, 0)
 
     @staticmethod
@@ -114,6 +136,17 @@ class _LinearLogProbs(torch.autograd.Function):
         for a in range(0, n, chunk):
             scale = scale_n1[a : a + chunk]
             h, target = hidden_nh[a : a + chunk], safe_n1[a : a + chunk]
+            if ctx.triton:
+                from kernels.triton_cross_entropy import softmax_rows_
+
+                grad = h @ weight_vh.T
+                # d logp: the negative of what the kernel gives for -logp; its factor 1 / temperature is in `scale` already
+                softmax_rows_(grad, target[:, 0], -scale[:, 0].float() * ctx.temperature, ctx.temperature)
+                if need_h:
+                    torch.mm(grad, weight_vh, out=dhidden[a : a + chunk])
+                if need_w:
+                    dweight.addmm_(grad.T.to(acc), h.to(acc))
+                continue
             logits = _logits(h, weight_vh)
             if ctx.temperature != 1.0:
                 logits.div_(ctx.temperature)
@@ -123,7 +156,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 torch.mm(grad.to(hidden_nh.dtype), weight_vh, out=dhidden[a : a + chunk])
             if need_w:
                 dweight.addmm_(grad.T, h.to(acc))
-        return dhidden, None if dweight is None else dweight.to(weight_vh.dtype), None, None, None
+        return dhidden, None if dweight is None else dweight.to(weight_vh.dtype), None, None, None, None
 
 
 def linear_cross_entropy(
@@ -137,16 +170,24 @@ def linear_cross_entropy(
     """Cross entropy (nats) of softmax(hidden @ weight.T) against targets int64 [N].
 
     hidden [N,H], weight [V,H]; reduction mean (over targets != ignore_index; 0 when there are none), sum, or none ([N], 0 where
-    ignored). `chunk` is rows per chunk. Statistics are fp32 (fp64 for fp64 input).
+    ignored). `chunk` is rows per chunk. Statistics are fp32 (fp64 for fp64 input). The path is kernels.paths' choice for
+    "linear_cross_entropy"; its reference makes all logits at once.
     """
     _check(hidden_nh, weight_vh, targets_n)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    path = choose("linear_cross_entropy", hidden_nh.device, hidden_nh.dtype)
+    if path == "reference":
+        logits = _logits(hidden_nh, weight_vh)
+        if reduction == "mean" and not (targets_n != ignore_index).any():
+            return logits.sum() * 0.0
+        return F.cross_entropy(logits, targets_n, ignore_index=ignore_index, reduction=reduction)
+    triton = path == "triton"
     chunk = _rows_per_chunk(weight_vh.shape[0], chunk)
     if reduction == "none":
         safe_n = torch.where(targets_n == ignore_index, -1, targets_n)
-        return -_LinearLogProbs.apply(hidden_nh, weight_vh, safe_n, 1.0, chunk)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
-    return _LinearCrossEntropy.apply(hidden_nh, weight_vh, targets_n, ignore_index, reduction == "mean", chunk)
+        return -_LinearLogProbs.apply(hidden_nh, weight_vh, safe_n, 1.0, chunk, triton)
+    return _LinearCrossEntropy.apply(hidden_nh, weight_vh, targets_n, ignore_index, reduction == "mean", chunk, triton)
 
 
 def linear_logprobs(
@@ -160,9 +201,12 @@ def linear_logprobs(
     _check(hidden_nh, weight_vh, targets_n)
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    return _LinearLogProbs.apply(
-        hidden_nh, weight_vh, targets_n, float(temperature), _rows_per_chunk(weight_vh.shape[0], chunk)
-    )
+    path = choose("linear_cross_entropy", hidden_nh.device, hidden_nh.dtype)
+    if path == "reference":
+        logp_nv = (_logits(hidden_nh, weight_vh) / temperature).log_softmax(1)
+        return torch.where(targets_n >= 0, logp_nv.gather(1, targets_n.clamp(min=0).unsqueeze(1)).squeeze(1), 0)
+    rows = _rows_per_chunk(weight_vh.shape[0], chunk)
+    return _LinearLogProbs.apply(hidden_nh, weight_vh, targets_n, float(temperature), rows, path == "triton")
 
 
 @torch.no_grad()
