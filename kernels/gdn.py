@@ -103,12 +103,15 @@ def chunked_gdn(
     right = torch.linalg.solve_triangular(system, torch.cat([b * v, bk], -1), upper=False, unitriangular=True)
     values, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
     state = state_bhkv.to(work) if state_bhkv is not None else v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    # unbind, not an index per chunk: the backward of an index fills a whole tensor with zeros, which is quadratic in all
+    pieces = [x.unbind(2) for x in (q, dots_qk, keys, values, reads)]
+    decays = [None] * len(pieces[0]) if whole is None else whole.unbind(2)
     outs = []
-    for n in range(q.shape[2]):
-        new_bhcv = values[:, :, n] - reads[:, :, n] @ state
-        outs.append(q[:, :, n] @ state + dots_qk[:, :, n] @ new_bhcv)
-        if whole is not None:
-            state = state * whole[:, :, n]
-        state = state + keys[:, :, n].transpose(-1, -2) @ new_bhcv
+    for q_n, dots_n, keys_n, values_n, reads_n, whole_n in zip(*pieces, decays, strict=True):
+        new_bhcv = values_n - reads_n @ state
+        outs.append(q_n @ state + dots_n @ new_bhcv)
+        if whole_n is not None:
+            state = state * whole_n
+        state = state + keys_n.transpose(-1, -2) @ new_bhcv
     o_bhsv = torch.cat(outs, dim=2)[:, :, :size]
     return o_bhsv.transpose(1, 2).to(dtype), state
