@@ -3,13 +3,15 @@
 Run its tests: `python -m pytest tests/kernels/test_indexer.py`
 """
 
+from typing import NamedTuple
+
 import torch
 
 from kernels import paths
 from kernels.topk import topk_lower_index, topk_mask
 
 ROW_CHUNK = 64  # small chunks waste fewer keys above the diagonal; 64 measured best at lengths 256 to 1024
-LONG_ROW_CHUNK = 128  # and 128 at 2048, where select_index is used
+CHUNK_SCORES = 1 << 18  # scores of select_index's chunk, 1 MB: at 8192 keys 32 rows take 3/4 of the time of 128
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -116,19 +118,33 @@ def _valid(size: int, width: int, device) -> torch.Tensor:
 def _index_to_masks(index_bsk: torch.Tensor, row_chunk: int) -> list[torch.Tensor]:
     batch, size, width = index_bsk.shape
     valid = _valid(size, width, index_bsk.device)
+    selected = SelectedKeys(index_bsk, valid.expand(batch, -1, -1))
     masks = []
     for start in range(0, size, row_chunk):
         stop = min(start + row_chunk, size)
-        mask = torch.zeros(batch, stop - start, stop, dtype=torch.bool, device=index_bsk.device)
-        # unused places hold key 0, which their row may have selected: add instead of overwrite
-        taken = valid[start:stop].expand(batch, -1, -1)
-        masks.append(mask.scatter_reduce_(-1, index_bsk[:, start:stop], taken, "amax"))
+        rows = torch.arange(start, stop, device=index_bsk.device).expand(batch, -1)
+        masks.append(selected.allowed(rows, stop))
     return masks
 
 
+class SelectedKeys(NamedTuple):
+    """A selection whose size is linear in S: index int64 [B,S,k] ascending in its valid entries, valid bool [B,S,k]."""
+
+    index: torch.Tensor
+    valid: torch.Tensor
+
+    def allowed(self, rows_br: torch.Tensor, size: int) -> torch.Tensor:
+        """Which of `size` keys the given query rows may see: bool [B,R,size]."""
+        pick = torch.arange(len(rows_br), device=rows_br.device)[:, None]
+        index_brk, valid_brk = self.index[pick, rows_br], self.valid[pick, rows_br]
+        # unused places hold key 0, which their row may have selected, too: the larger of the two stands
+        none = torch.zeros(*rows_br.shape, size, dtype=torch.bool, device=rows_br.device)
+        return none.scatter_reduce_(-1, index_brk, valid_brk, "amax")
+
+
 @torch.no_grad()
-def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = LONG_ROW_CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
-    """DSA selection as (index int64 [B,S,k] ascending, valid bool [B,S,k]), k = min(topk, S): memory linear in S.
+def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int | None = None) -> SelectedKeys:
+    """DSA selection as indices, k = min(topk, S): memory linear in S.
 
     The same keys as select_keys. Row t has min(topk, t + 1) valid entries, first in its row; the others hold 0.
     """
@@ -139,17 +155,18 @@ def select_index(q_bsnd, k_bsd, w_bsn, topk: int, row_chunk: int = LONG_ROW_CHUN
     if path == "triton":
         from kernels import triton_indexer
 
-        return triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), valid_bsk
+        return SelectedKeys(triton_indexer.select_index(q_bsnd, k_bsd, w_bsn, topk), valid_bsk)
     index_bsk = torch.zeros(batch, size, width, dtype=torch.long, device=q_bsnd.device)
     if path == "reference":
         index_bsk[valid_bsk] = _select_reference(q_bsnd, k_bsd, w_bsn, topk).nonzero()[:, -1]
-        return index_bsk, valid_bsk
+        return SelectedKeys(index_bsk, valid_bsk)
     every = torch.arange(width, device=q_bsnd.device)
     index_bsk[:, :width] = torch.where(valid_bsk[0, :width], every, 0)
+    row_chunk = row_chunk or max(16, min(128, CHUNK_SCORES // size))
     for start in range(width, size, row_chunk):
         stop = min(start + row_chunk, size)
         index_bsk[:, start:stop] = topk_lower_index(_causal_scores(q_bsnd, k_bsd, w_bsn, start, stop), topk)
-    return index_bsk, valid_bsk
+    return SelectedKeys(index_bsk, valid_bsk)
 
 
 def index_kl(scores_brt: torch.Tensor, target_brt: torch.Tensor, allowed_brt: torch.Tensor) -> torch.Tensor:

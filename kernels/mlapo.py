@@ -5,8 +5,8 @@ times W_UK (absorbed); RoPE(q); RMSNorm(kv latent); RoPE(k); cache writes of lat
 one matrix (q_a, kv_a, then whatever else reads the same input: the indexer's key and head weights).
 
 Training in MHA mode, the same steps without cache or absorption, around the model's own matrix products (so that deferred weight
-gradients and hooks on them keep working): `split_latents`, `rotate_tail`, `expand_heads`, each one pass forward and one backward
-where slices, concatenations and autograd's zero-filled slice gradients took several.
+gradients and hooks on them keep working): `split_latents`, `rotate_columns`, `expand_heads`, each one pass forward and one
+backward where slices, concatenations and autograd's zero-filled slice gradients took several.
 
 Run its tests: `python -m pytest tests/kernels/test_mlapo.py`        measure: `python -m tests.bench.mlapo`
 """
@@ -155,28 +155,30 @@ def split_latents(both_bsy, q_norm_q, kv_norm_l, cis_bsr, eps: float):
     return rms_norm(q, q_norm_q, eps), rms_norm(kv, kv_norm_l, eps), apply_rope(rope, cis_bsr)
 
 
-class _RotateTail(torch.autograd.Function):
+class _RotateColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_bshd, cis_bs1r):
+    def forward(ctx, x_bshd, cis_bs1r, start):
         ctx.save_for_backward(cis_bs1r)
-        out = q_bshd.clone(memory_format=torch.contiguous_format)
-        _rotate_(out[..., -2 * cis_bs1r.shape[-1] :], cis_bs1r)
+        ctx.columns = slice(start, start + 2 * cis_bs1r.shape[-1])
+        out = x_bshd.clone(memory_format=torch.contiguous_format)
+        _rotate_(out[..., ctx.columns], cis_bs1r)
         return out
 
     @staticmethod
-    def backward(ctx, dq_bshd):
+    def backward(ctx, dout_bshd):
         (cis_bs1r,) = ctx.saved_tensors
-        dq = dq_bshd.clone(memory_format=torch.contiguous_format)
-        _rotate_(dq[..., -2 * cis_bs1r.shape[-1] :], cis_bs1r.conj())
-        return dq, None
+        dx = dout_bshd.clone(memory_format=torch.contiguous_format)
+        _rotate_(dx[..., ctx.columns], cis_bs1r.conj())
+        return dx, None, None
 
 
-def rotate_tail(q_bshd: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
-    """q [B,S,H,nope+rope] with the last rope dimensions of every head rotated. Differentiable."""
-    nope = q_bshd.shape[-1] - 2 * cis_bsr.shape[-1]
-    if q_bshd.dtype in FAST and nope % 2 == 0:
-        return _RotateTail.apply(q_bshd, cis_bsr.unsqueeze(-2))
-    return torch.cat([q_bshd[..., :nope], apply_rope(q_bshd[..., nope:], cis_bsr)], dim=-1)
+def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int) -> torch.Tensor:
+    """x [B,S,H,d] (or [B,S,d]) with columns [start, start + 2 r) of every head rotated, the others kept. Differentiable."""
+    stop = start + 2 * cis_bsr.shape[-1]
+    if x_bshd.dtype in FAST and start % 2 == 0 and x_bshd.shape[-1] % 2 == 0:
+        cis = cis_bsr if x_bshd.dim() == cis_bsr.dim() else cis_bsr.unsqueeze(-2)
+        return _RotateColumns.apply(x_bshd, cis, start)
+    return torch.cat([x_bshd[..., :start], apply_rope(x_bshd[..., start:stop], cis_bsr), x_bshd[..., stop:]], dim=-1)
 
 
 class _ExpandHeads(torch.autograd.Function):

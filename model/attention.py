@@ -13,8 +13,9 @@ Every attention module (model/block.py `build_attention` picks it by the layer's
     )
 
 out is [B,S,hidden]; index_loss a scalar, or None where there is no indexer; masks the selection in force as
-kernels.indexer.select_keys returns it, or None where every earlier key is attended to. All are causal. Right padding needs no
-mask. Every module also has `project_qkv(x, cis) -> (q [B,S,H,d], k [B,S,G,d], v [B,S,G,dv])`, rotated, with H = G * n heads,
+kernels.indexer.select_keys returns it (on the gathered path: as select_index does), or None where every earlier key is attended
+to. All are causal. Right padding needs no mask. Every module also has
+`project_qkv(x, cis) -> (q [B,S,H,d], k [B,S,G,d], v [B,S,G,dv])`, rotated, with H = G * n heads,
 `output(o [B,S,H,dv]) -> [B,S,hidden]`, and `softmax_scale`.
 
 Run its tests: `python -m pytest tests/model/test_attention.py`
@@ -26,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.indexer import attention_mass, index_kl
+from kernels.indexer import SelectedKeys, attention_mass, index_kl
+from kernels.mlapo import expand_heads, rotate_columns, split_latents
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope
 from kernels.sparse_attention import (
@@ -94,8 +96,7 @@ class MLAProjections(nn.Module):
     def expand_kv(self, c_kv_btr: torch.Tensor, k_rope_btr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(k [B,T,H,nope+rope], v [B,T,H,v]) in MHA mode; rows of kv_b_proj are packed per head, nope then v."""
         kv = self.kv_b_proj(c_kv_btr).unflatten(-1, (self.heads, self.nope + self.v_dim))
-        k_rope = k_rope_btr.unsqueeze(2).expand(-1, -1, self.heads, -1)
-        return torch.cat([kv[..., : self.nope], k_rope], dim=-1), kv[..., self.nope :]
+        return expand_heads(kv, k_rope_btr, self.nope)
 
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [H,nope,kv_lora], W_UV [H,v,kv_lora]) views: q_latent = q_nope @ W_UK, out = latent @ W_UV^T (MQA mode)."""
@@ -136,25 +137,29 @@ class MLA(MLAProjections):
         rows_br: torch.Tensor | None = None,
         row_weight_br: torch.Tensor | None = None,
         index_only: bool = False,
-        shared_masks: list[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | None]:
+        shared_masks: list[torch.Tensor] | SelectedKeys | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | SelectedKeys | None]:
         """See the module's docstring. A layer that shares must be given the masks wherever the layer before selected."""
         path = attention_path(x_bsh.shape[1], self.topk) if attention == "sparse" else "dense"
         with torch.no_grad() if index_only else nullcontext():
             both = F.linear(x_bsh, torch.cat([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]))
-            c_q = self.q_a_layernorm(both[..., : self.q_lora])
-            c_kv = self.kv_a_layernorm(both[..., self.q_lora : self.q_lora + self.kv_lora])
-            k_rope = apply_rope(both[..., self.q_lora + self.kv_lora :], cis_bsr)
-            q_nope, q_rope = self.project_q(c_q, cis_bsr)
-            q_bshd = torch.cat([q_nope, q_rope], dim=-1)
-            k_bthd, v_bthv = self.expand_kv(c_kv, k_rope)
+            c_q, c_kv, k_rope = split_latents(
+                both, self.q_a_layernorm.weight, self.kv_a_layernorm.weight, cis_bsr, LATENT_NORM_EPS
+            )
+            q_bshd = self.q_b_proj(c_q).unflatten(-1, (self.heads, self.nope + self.rope))
+            q_bshd = rotate_columns(q_bshd, cis_bsr, self.nope)
             masks = None
             if path != "dense":
                 masks = shared_masks
                 if self.indexer is not None:
-                    masks = self.indexer.select(c_q.detach(), x_bsh.detach(), cis_bsr)
+                    select = self.indexer.select_index if path == "gathered" else self.indexer.select
+                    masks = select(c_q.detach(), x_bsh.detach(), cis_bsr)
                 assert masks is not None, "a layer that shares a selection ran without one"
+            k_bthd = None
+            if path != "gathered" or rows_br is not None:
+                k_bthd, v_bthv = self.expand_kv(c_kv, k_rope)
             if path == "gathered":
+                q_nope, q_rope = q_bshd.split([self.nope, self.rope], dim=-1)
                 out_bsh = self.output(self._gathered(q_nope, q_rope, c_kv, k_rope, masks))
             else:
                 q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bthd, v_bthv))
@@ -175,7 +180,7 @@ class MLA(MLAProjections):
         w_uk_hnc, w_uv_hvc = self.absorbed_weights()
         q_bshc = torch.cat([torch.einsum("bshn,hnc->bshc", q_nope_bshn, w_uk_hnc), q_rope_bshr], dim=-1)
         kv_btc = torch.cat([c_kv_btc, k_rope_btr], dim=-1)
-        index_bsk, valid_bsk = masks_to_index(masks, self.topk)
+        index_bsk, valid_bsk = masks if isinstance(masks, SelectedKeys) else masks_to_index(masks, self.topk)
         latent_bshc = gathered_attention(q_bshc, kv_btc, index_bsk, valid_bsk, self.kv_lora, self.softmax_scale)
         return torch.einsum("bshc,hvc->bshv", latent_bshc, w_uv_hvc)
 
@@ -185,6 +190,8 @@ class MLA(MLAProjections):
         pick = torch.arange(batch, device=rows_br.device)[:, None]
         if masks is None:
             allowed_brt = torch.arange(size, device=rows_br.device) <= rows_br[..., None]
+        elif isinstance(masks, SelectedKeys):
+            allowed_brt = masks.allowed(rows_br, size)
         else:
             chunk = masks[0].shape[1]
             allowed_brt = torch.zeros(*rows_br.shape, size, dtype=torch.bool, device=rows_br.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from kernels.indexer import SelectedKeys
 from model.attention import MLA, RMSNorm
 from model.config import ModelConfig
 from model.gdn import GdnGQA, GdnMLA, SimpleGdnGQA, SimpleGdnMLA
@@ -56,7 +57,7 @@ class BlockResult:
     index_loss: torch.Tensor | None
     counts_e: torch.Tensor | None  # int64 tokens per expert, MoE blocks only
     aux_loss: torch.Tensor | None
-    masks: list[torch.Tensor] | None = None  # the selection that a following shared layer reuses
+    masks: list[torch.Tensor] | SelectedKeys | None = None  # the selection that a following shared layer reuses
 
 
 class Block(nn.Module):
@@ -72,7 +73,7 @@ class Block(nn.Module):
         hidden_bsh: torch.Tensor,
         cis_bsr: torch.Tensor,
         args: BlockArgs,
-        shared_masks: list[torch.Tensor] | None = None,
+        shared_masks: list[torch.Tensor] | SelectedKeys | None = None,
     ) -> BlockResult:
         frozen = torch.no_grad if args.index_only else nullcontext
         with frozen():

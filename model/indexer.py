@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.indexer import index_scores, select_keys
-from kernels.rope import apply_rope
+from kernels.indexer import SelectedKeys, index_scores, select_index, select_keys
+from kernels.mlapo import rotate_columns
 from model.config import ModelConfig
 
 K_NORM_EPS = 1e-6
@@ -38,12 +38,12 @@ class Indexer(nn.Module):
     def queries(self, c_q_bsr: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
         """[B,S,n_I,d_I] from the normalised q latent; the first qk_rope_head_dim dims of each head are rotated."""
         q = self.wq_b(c_q_bsr).unflatten(-1, (self.n_heads, self.head_dim))
-        return torch.cat([apply_rope(q[..., : self.rope_dim], cis_bsr), q[..., self.rope_dim :]], dim=-1)
+        return rotate_columns(q, cis_bsr, 0)
 
     def keys(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
         """[B,S,d_I]: one key per token, LayerNorm then partial RoPE. This is what a decode cache stores."""
         k = self.k_norm(self.wk(x_bsh))
-        return torch.cat([apply_rope(k[..., : self.rope_dim], cis_bsr), k[..., self.rope_dim :]], dim=-1)
+        return rotate_columns(k, cis_bsr, 0)
 
     def weights(self, x_bsh: torch.Tensor) -> torch.Tensor:
         """[B,S,n_I] head weights, at least fp32, times n_I^-0.5 * d_I^-0.5 (positive, so it commutes with ReLU)."""
@@ -59,3 +59,8 @@ class Indexer(nn.Module):
     def select(self, c_q_bsr, x_bsh, cis_bsr) -> list[torch.Tensor]:
         """Selected keys of every row of a sequence as row-chunk masks (kernels.indexer.select_keys)."""
         return select_keys(self.queries(c_q_bsr, cis_bsr), self.keys(x_bsh, cis_bsr), self.weights(x_bsh), self.topk)
+
+    @torch.no_grad()
+    def select_index(self, c_q_bsr, x_bsh, cis_bsr) -> SelectedKeys:
+        """The same selection as indices (kernels.indexer.select_index): for long sequences, memory linear in the length."""
+        return select_index(self.queries(c_q_bsr, cis_bsr), self.keys(x_bsh, cis_bsr), self.weights(x_bsh), self.topk)

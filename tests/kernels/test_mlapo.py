@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import paths
-from kernels.mlapo import PreprocessWeights, expand_heads, mla_preprocess, rotate_tail, split_latents
+from kernels.mlapo import PreprocessWeights, expand_heads, mla_preprocess, rotate_columns, split_latents
 from kernels.rope import rope_cis
 
 
@@ -94,7 +94,7 @@ def test_training_form_with_gradients(dtype, tolerance):
     def ours(x, w_in, q_norm, kv_norm, w_q, w_kv):
         cis = rope_cis(positions.view(2, 5), rope, 1e4)
         c_q, c_kv, k_rope = split_latents(F.linear(x, w_in), q_norm, kv_norm, cis, 1e-6)
-        q = rotate_tail(F.linear(c_q, w_q).unflatten(-1, (heads, nope + rope)), cis)
+        q = rotate_columns(F.linear(c_q, w_q).unflatten(-1, (heads, nope + rope)), cis, nope)
         return c_q, q, *expand_heads(F.linear(c_kv, w_kv).unflatten(-1, (heads, nope + 8)), k_rope, nope)
 
     def plain(x, w_in, q_norm, kv_norm, w_q, w_kv):

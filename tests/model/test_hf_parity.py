@@ -75,7 +75,8 @@ def test_sparse_selection_and_logits_equal(tmp_path, monkeypatch, path):
     size, topk = 48, 8
     batch = ids(24, size, seed=1)
     our_sets, gaps, their_sets = [], [], []
-    select = model.indexer.Indexer.select
+    name = "select" if path == "masked" else "select_index"
+    select = getattr(model.indexer.Indexer, name)
 
     def spy(indexer, c_q, x, cis):
         masks = select(indexer, c_q, x, cis)
@@ -83,10 +84,13 @@ def test_sparse_selection_and_logits_equal(tmp_path, monkeypatch, path):
         causal = torch.ones(size, size, dtype=torch.bool).tril()
         best = scores.masked_fill(~causal, float("-inf")).sort(dim=-1, descending=True).values[:, topk:]
         gaps.append((best[..., topk - 1] - best[..., topk]).amin(1))
-        our_sets.append(torch.cat([torch.nn.functional.pad(m, (0, size - m.shape[2])) for m in masks], dim=1))
+        if path == "masked":
+            our_sets.append(torch.cat([torch.nn.functional.pad(m, (0, size - m.shape[2])) for m in masks], dim=1))
+        else:
+            our_sets.append(masks.allowed(torch.arange(size).expand(len(x), -1), size))
         return masks
 
-    monkeypatch.setattr(model.indexer.Indexer, "select", spy)
+    monkeypatch.setattr(model.indexer.Indexer, name, spy)
     for module in theirs.modules():
         if isinstance(module, hf_glm.GlmMoeDsaIndexer):
             module.register_forward_hook(lambda m, args, out: their_sets.append(out.long()))

@@ -58,7 +58,8 @@ def test_sparse_lengths_equal_transformers(tmp_path, monkeypatch, path):
     ours = spread(GlmMoeDsa(share()), scale=0.25)
     theirs = in_transformers(ours, tmp_path)
     size, topk, batch, gaps = 40, 8, ids(32, 40, seed=1), []
-    select = model.indexer.Indexer.select
+    name = "select" if path == "masked" else "select_index"
+    select = getattr(model.indexer.Indexer, name)
     causal = torch.ones(size, size, dtype=torch.bool).tril()
 
     def spy(indexer, c_q, x, cis):
@@ -67,7 +68,7 @@ def test_sparse_lengths_equal_transformers(tmp_path, monkeypatch, path):
         gaps.append((best[..., topk - 1] - best[..., topk]).amin(1))
         return select(indexer, c_q, x, cis)
 
-    monkeypatch.setattr(model.indexer.Indexer, "select", spy)
+    monkeypatch.setattr(model.indexer.Indexer, name, spy)
     with torch.no_grad():
         mine, reference = ours.logits(ours(batch).hidden_bsh), theirs(batch).logits
     untied = torch.stack(gaps).amin(0) > TIE
