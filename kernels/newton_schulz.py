@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.paths import choose
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
@@ -38,23 +40,33 @@ def newton_schulz(x_bmn: Tensor, steps: int = STEPS, dtype: torch.dtype | None =
     """Orthogonalise each matrix of a batch [B, M, N]; returns [B, M, N] in the input's dtype.
 
     Each matrix is treated alone: results do not depend on what else is in the batch beyond rounding. `dtype` is the
-    arithmetic type (bfloat16 is enough on accelerators; None keeps the input's). A zero matrix stays zero.
+    arithmetic type (bfloat16 is enough on accelerators; None keeps the input's). A zero matrix stays zero. The path is
+    kernels.paths' choice for "newton_schulz".
     Raises ValueError when the input is not three-dimensional or not floating point.
     """
     if x_bmn.dim() != 3 or not x_bmn.is_floating_point():
         raise ValueError(
             f"newton_schulz wants a floating-point batch [B, M, N], got {list(x_bmn.shape)} of {x_bmn.dtype}"
         )
+    path = choose("newton_schulz", x_bmn.device, dtype or x_bmn.dtype)
+    if path == "reference":
+        found = [newton_schulz_reference(x.to(dtype or x.dtype), steps).to(x.dtype) for x in x_bmn]
+        return torch.stack(found) if found else x_bmn.clone()
     a, b, c = COEFFICIENTS
     tall = x_bmn.size(1) > x_bmn.size(2)
     x = x_bmn.transpose(1, 2) if tall else x_bmn
     # The norm is taken before the cast: squares of small gradients vanish in half precision.
     norm_b11 = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x = (x / (norm_b11 + EPS)).to(dtype or x_bmn.dtype)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.transpose(1, 2))
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
+    if path == "triton":
+        from kernels.triton_newton_schulz import iterate
+
+        x = iterate(x, steps, COEFFICIENTS)
+    else:
+        for _ in range(steps):
+            gram = torch.bmm(x, x.transpose(1, 2))
+            gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, gram, x, beta=a)
     x = x.to(x_bmn.dtype)
     return x.transpose(1, 2) if tall else x
 
