@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tasks.dsa_warmup import recall_windows
+from tasks.dsa_warmup import recall_windows, report_recall
 from tasks.heldout import heldout_loss, indexer_recall
 from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
 from tasks.stage import Stage
@@ -37,19 +37,16 @@ def run(stage: Stage) -> None:
         row_seed=stage.rng_seed("rows"),
     )
     seq_len = config.heldout.seq_len or config.seq_len
+    ids = recall_windows(tokens, seq_len, config.recall_windows).to(next(model.parameters()).device)
+    topk = model.cfg.index_topk
+    measure = lambda: indexer_recall(model, ids, [topk], config.recall_rows, stage.rng_seed("recall"))  # noqa: E731
+    recall_before = measure()
     before = heldout_loss(model.eval(), tokens, seq_len, config.heldout.windows, "sparse")
     sparse = run_lm(stage, model, objective, packing="best_fit", attention="sparse")
     dense = heldout_loss(model.eval(), tokens, seq_len, config.heldout.windows, "dense")
-    ids = recall_windows(tokens, seq_len, config.recall_windows).to(next(model.parameters()).device)
-    topk = model.cfg.index_topk
-    recall = indexer_recall(model, ids, [topk], config.recall_rows, stage.rng_seed("recall"))
+    report_recall(stage, recall_before, measure(), topk)
     stage.print(
         f"bits per byte: sparse {before['all']['bits_per_byte']:.4f} -> {sparse['all']['bits_per_byte']:.4f}, "
         f"dense {dense['all']['bits_per_byte']:.4f}"
     )
-    stage.metric(
-        heldout_before=before,
-        heldout_dense=dense,
-        recall={f"layer_{i}": layer for i, layer in enumerate(recall)},
-        recall_ratio=min(layer[str(topk)]["ratio"] for layer in recall),
-    )
+    stage.metric(heldout_before=before, heldout_dense=dense)

@@ -9,6 +9,7 @@ layer with diffuse attention cannot be judged by the share alone, only by its ra
 from __future__ import annotations
 
 import torch
+import xxhash
 from pydantic import Field
 
 from tasks.heldout import indexer_recall
@@ -39,6 +40,27 @@ def recall_windows(tokens: TokenSet, seq_len: int, windows: int) -> torch.Tensor
     return torch.cat(rows)[:windows]
 
 
+def report_recall(stage: Stage, before: list[dict], after: list[dict], topk: int) -> None:
+    """Recall per layer, before and after the stage: a line each, and the stage's metrics."""
+    k = str(topk)
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        stage.print(
+            f"layer {layer}: top-{k} keys hold {new[k]['indexer']:.3f} of attention, {new[k]['ratio']:.1%} of the best "
+            f"possible (before {old[k]['ratio']:.1%}; the last {k}: {new[k]['recent']:.3f})"
+        )
+    stage.metric(
+        recall={f"layer_{i}": layer for i, layer in enumerate(after)},
+        recall_before={f"layer_{i}": layer for i, layer in enumerate(before)},
+        recall_ratio=min(layer[k]["ratio"] for layer in after),
+    )
+
+
+def frozen_hashes(model: torch.nn.Module) -> dict[str, str]:
+    """Digest of every parameter and buffer that warm-up must leave as it is: all but the indexers'."""
+    kept = {n: t for n, t in model.state_dict().items() if ".indexer." not in n}
+    return {n: xxhash.xxh3_128(t.detach().cpu().contiguous().numpy()).hexdigest() for n, t in kept.items()}
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
     tokens = token_dep(stage)
@@ -47,18 +69,11 @@ def run(stage: Stage) -> None:
     topks = sorted({model.cfg.index_topk, *config.recall_topk})
     ids = recall_windows(tokens, seq_len, config.recall_windows).to(next(model.parameters()).device)
     measure = lambda: indexer_recall(model, ids, topks, config.recall_rows, stage.rng_seed("recall"))  # noqa: E731
-    before = measure()
+    before, frozen = measure(), frozen_hashes(model)
     objective = IndexerWarmup(config.index_rows or "all", stage.rng_seed("rows"), mtp_depth=min(1, config.mtp.depth))
     run_lm(stage, model, objective, packing="best_fit", attention="sparse", train="indexer")
-    after = measure()
-    k = str(model.cfg.index_topk)
-    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
-        stage.print(
-            f"layer {layer}: top-{k} keys hold {new[k]['indexer']:.3f} of attention (before {old[k]['indexer']:.3f}, "
-            f"best possible {new[k]['oracle']:.3f}, last {k} {new[k]['recent']:.3f})"
-        )
-    stage.metric(
-        recall={f"layer_{i}": layer for i, layer in enumerate(after)},
-        recall_before={f"layer_{i}": layer for i, layer in enumerate(before)},
-        recall_ratio=min(layer[k]["ratio"] for layer in after),
-    )
+    changed = sum(1 for n, value in frozen_hashes(model).items() if value != frozen[n])
+    assert not changed, f"warm-up changed {changed} tensors that are not the indexer's"
+    trained = sum(1 for p in model.parameters() if p.requires_grad)
+    stage.metric(audit={"trained_tensors": trained, "frozen_tensors_changed": changed})
+    report_recall(stage, before, measure(), model.cfg.index_topk)
