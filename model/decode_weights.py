@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.fp8 import round_to_fp8
+from kernels.mlapo import PreprocessWeights
 
 LATENT_EPS = 1e-6  # q_a/kv_a latent norms and the indexer's LayerNorm (notes A.1, B.2), whatever rms_norm_eps is
 DTYPES = ("float32", "bfloat16", "int8", "fp8")
@@ -44,6 +45,12 @@ class LayerWeights:
     shared_gate_up: torch.Tensor | None = None
     shared_down: torch.Tensor | None = None
 
+    def preprocess(self, input_eps: float) -> PreprocessWeights:
+        """What kernels.mlapo reads, as views."""
+        return PreprocessWeights(
+            self.input_norm, self.w_in, self.q_a_norm, self.w_q, self.w_uk, self.kv_a_norm, input_eps, LATENT_EPS
+        )
+
 
 @dataclass
 class DecoderWeights:
@@ -70,7 +77,7 @@ class DecoderWeights:
             if value:
                 raise ValueError(
                     f"the cached decoder runs MLA layers alone, but model.{field} is {getattr(cfg, field)!r}; "
-                    "model.full_decode.generate continues prompts by whole forward passes"
+                    "model.state_decode.StateDecoder decodes every kind"
                 )
         named = dict(model.named_parameters()) | dict(model.named_buffers())
 

@@ -52,28 +52,38 @@ def init_recurrence(name: str, p: torch.Tensor, generator: torch.Generator) -> N
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution and SiLU; weight [channels, kernel], the last tap is the present token."""
+    """Causal depthwise convolution and SiLU; weight [channels, kernel], the last tap is the present token.
+
+    before [B,kernel-1,channels]: the inputs in front of x, zeros when None.
+    """
 
     def __init__(self, channels: int, kernel: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, kernel))
 
-    def forward(self, x_bshd: torch.Tensor) -> torch.Tensor:
-        return causal_conv_silu(x_bshd.flatten(-2), self.weight).view(x_bshd.shape)
+    def forward(self, x_bshd: torch.Tensor, before_bkc: torch.Tensor | None = None) -> torch.Tensor:
+        x_bsc = x_bshd.flatten(-2)
+        if before_bkc is None:
+            return causal_conv_silu(x_bsc, self.weight).view(x_bshd.shape)
+        y_btc = causal_conv_silu(torch.cat([before_bkc, x_bsc], dim=1), self.weight)
+        return y_btc[:, before_bkc.shape[1] :].unflatten(-1, x_bshd.shape[2:])
 
 
 class _Recurrent:
-    """What both share. Interface: model/attention.py."""
+    """What both share. Interface: model/attention.py; decoding takes the parts (model/state_decode.py)."""
 
     def forward(self, x_bsh, cis_bsr, *, index_only: bool = False, **_) -> tuple[torch.Tensor, None, None]:
         with torch.no_grad() if index_only else nullcontext():
-            return self.output(self.heads_out(x_bsh, cis_bsr)), None, None
+            o_bshv, _ = chunked_gdn(*self.recurrence(x_bsh, *self.mixed(x_bsh, cis_bsr)))
+            return self.output(self.gated(o_bshv, x_bsh)), None, None
 
-    def _recur(self, q_bshk, k_bsgk, v_bsgv, log_a_bsh, b_bsh) -> torch.Tensor:
+    @staticmethod
+    def _heads(q_bshk, k_bsgk, v_bsgv) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k normalised; k, v repeated to the query heads."""
         groups = q_bshk.shape[2] // k_bsgk.shape[2]
         if groups > 1:
             k_bsgk, v_bsgv = k_bsgk.repeat_interleave(groups, dim=2), v_bsgv.repeat_interleave(groups, dim=2)
-        return chunked_gdn(l2_normalise(q_bshk), l2_normalise(k_bsgk), v_bsgv, log_a_bsh, b_bsh)[0]
+        return l2_normalise(q_bshk), l2_normalise(k_bsgk), v_bsgv
 
 
 class _SimpleGdn(_Recurrent):
@@ -81,11 +91,18 @@ class _SimpleGdn(_Recurrent):
         super().__init__(cfg)
         self.decay = cfg.simple_gdn_decay
 
-    def heads_out(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
-        """[B,S,H,dv]: the recurrence's output per head, in front of o_proj."""
-        q, k, v = self.project_qkv(x_bsh, cis_bsr)
+    def mixed(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q, k, v) that enter the recurrence."""
+        return self.project_qkv(x_bsh, cis_bsr)
+
+    def recurrence(self, x_bsh: torch.Tensor, q, k, v) -> tuple[torch.Tensor | None, ...]:
+        """(q, k, v, log a, b) for kernels.gdn."""
         log_a = fixed_log_decay(self.heads, x_bsh.device).expand(q.shape[:3]) if self.decay == "fixed" else None
-        return self._recur(q, k, v, log_a, q.new_ones(q.shape[:3]))
+        return *self._heads(q, k, v), log_a, q.new_ones(q.shape[:3])
+
+    def gated(self, o_bshv: torch.Tensor, x_bsh: torch.Tensor) -> torch.Tensor:
+        """[B,S,H,dv] in front of o_proj: as it is."""
+        return o_bshv
 
 
 class _Gdn(_Recurrent):
@@ -107,11 +124,17 @@ class _Gdn(_Recurrent):
         work = torch.float64 if x_bsh.dtype == torch.float64 else torch.float32
         return -self.A_log.to(work).exp() * F.softplus(self.a_proj(x_bsh).to(work) + self.dt_bias.to(work))
 
-    def heads_out(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> torch.Tensor:
-        """[B,S,H,dv]: the recurrence's output per head, normalised and gated, in front of o_proj."""
+    def mixed(self, x_bsh: torch.Tensor, cis_bsr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q, k, v) that enter the recurrence: projected without RoPE, convolved."""
         q, k, v = self.project_qkv(x_bsh, None)
-        q, k, v = self.q_conv1d(q), self.k_conv1d(k), self.v_conv1d(v)
-        o_bshv = self._recur(q, k, v, self.decay(x_bsh), self.b_proj(x_bsh).sigmoid())
+        return self.q_conv1d(q), self.k_conv1d(k), self.v_conv1d(v)
+
+    def recurrence(self, x_bsh: torch.Tensor, q, k, v) -> tuple[torch.Tensor | None, ...]:
+        """(q, k, v, log a, b) for kernels.gdn."""
+        return *self._heads(q, k, v), self.decay(x_bsh), self.b_proj(x_bsh).sigmoid()
+
+    def gated(self, o_bshv: torch.Tensor, x_bsh: torch.Tensor) -> torch.Tensor:
+        """[B,S,H,dv] in front of o_proj: normalised per head, gated."""
         return self.o_norm(o_bshv) * F.silu(self.g_proj(x_bsh)).view(o_bshv.shape)
 
 
