@@ -81,10 +81,12 @@ def train(rank, world, folder, options):
         "micro": 4,
         "cfg": OptimConfig(lr_matrix=5e-3),
         "settings": None,
+        "dtype": torch.float64,
+        "mtp": 0,
     } | options
-    model = micro_model().double()
+    model = micro_model().to(o["dtype"])
     stage = FakeStage(folder)
-    lm = LanguageModeling()
+    lm = LanguageModeling(mtp_depth=o["mtp"])
 
     def batches(step):
         if step == o["stop"]:
