@@ -70,21 +70,12 @@ def place(
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    # best[i] after stage s: (dearest stage, sum of squares, bounds) of the first i layers on stages 0..s
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
-    for stage in range(carriers):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        last = stage == carriers - 1
-        for begin, (dearest, squares, bounds) in best.items():
-            least = begin if last and not split_mtp and stages > 1 else begin + 1
-            for end in [layers] if last else range(begin + 1, layers + 1):
-                if end < least or end not in may_begin:
-                    continue
-                cost = prefix[end] - prefix[begin] + extra[stage]
-                new = (max(dearest, cost), squares + cost * cost, (*bounds, end))
-                if end not in found or new < found[end]:
-                    found[end] = new
-        best = found
+    # An even cut with everything as late as possible is no dearer than this; looking no further keeps the search short.
+    fair = (prefix[-1] + sum(extra)) / carriers + max(costs) + max(extra)
+    for limit in (fair, float("inf")):
+        best = _cut(layers, carriers, prefix, extra, may_begin, limit, empty_last=not split_mtp and stages > 1)
+        if layers in best:
+            break
     if layers not in best:
         raise ValueError(
             f"{layers} layers (model.num_hidden_layers) cannot be cut into {stages} pipeline stages"
@@ -98,6 +89,26 @@ def place(
         end = stage == carriers - 1
         specs.append(StageSpec(stage, inside, stage == 0, end, mtp and end, stage == stages - 1))
     return specs
+
+
+def _cut(layers, carriers, prefix, extra, may_begin, limit, empty_last):
+    """{layers: (dearest stage, sum of squares, bounds)} of the best cut in which no stage costs more than `limit`."""
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}  # of the first i layers
+    for stage in range(carriers):
+        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        last = stage == carriers - 1
+        for begin, (dearest, squares, bounds) in best.items():
+            for end in [layers] if last else range(begin + 1, layers + 1):
+                if end < begin + (not (last and empty_last)) or end not in may_begin:
+                    continue
+                cost = prefix[end] - prefix[begin] + extra[stage]
+                if cost > limit:
+                    break
+                new = (max(dearest, cost), squares + cost * cost, (*bounds, end))
+                if end not in found or new < found[end]:
+                    found[end] = new
+        best = found
+    return best
 
 
 def stage_names(cfg: ModelConfig, spec: StageSpec, name: str) -> bool:

@@ -21,7 +21,7 @@ Check it:  python -m pytest tests/model/test_pipeline_schedule.py
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -120,19 +120,29 @@ def interleaved(ranks: int, micros: int, virtual: int) -> Schedule:
 
 
 def defer_weights(
-    base: Schedule, durations: Mapping[str, float] | None = None, limit: int | None = None, name: str = "zero_bubble"
+    base: Schedule,
+    durations: Mapping[str, float] | Callable[[Op], float] | None = None,
+    limit: int | None = None,
+    pending: int | None = None,
+    name: str = "zero_bubble",
 ) -> Schedule:
-    """Split each B of `base` and put its W where the rank would wait, or where `limit` forces it, or at the end.
+    """Split each B of `base` and put its W where the rank would wait, or where a bound forces it, or at the end.
 
-    `durations` of F, B and W (1 each) say where it would wait. `limit` bounds the micro-batches of a rank whose W is still
-    to come; None takes the peak of base's fullest rank, so that splitting costs no memory there.
+    `durations` of F, B and W (1 each), or of every operation, say where it would wait. `limit` bounds a rank's micro-batches
+    from F to W; None takes the peak of base's fullest rank, so that splitting costs no memory there. `pending` bounds those
+    from B to W (None: no bound of its own); with recomputation, which keeps nearly nothing from F to B, it is the one that
+    matters.
     """
     if base.split:
         raise ValueError(f"schedule {base.name} is split already")
-    cost = {"F": 1.0, "B": 1.0, "W": 1.0} | dict(durations or {})
+    if callable(durations):
+        cost = durations
+    else:
+        kinds = {"F": 1.0, "B": 1.0, "W": 1.0} | dict(durations or {})
+        cost = lambda op: kinds[op.kind]  # noqa: E731
     limit = max(in_flight(base)) if limit is None else limit
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
+    if limit < 1 or (pending is not None and pending < 1):
+        raise ValueError(f"limit ({limit}) and pending ({pending}) must be at least 1")
     ends: dict[Op, float] = {}
     clock, place = [0.0] * base.ranks, [0] * base.ranks
     waiting: list[deque[Op]] = [deque() for _ in range(base.ranks)]
@@ -140,7 +150,7 @@ def defer_weights(
 
     def weight(rank: int) -> None:
         lists[rank].append(waiting[rank].popleft())
-        clock[rank] += cost["W"]
+        clock[rank] += cost(lists[rank][-1])
         live[rank] -= 1
 
     while True:
@@ -158,11 +168,13 @@ def defer_weights(
             break
         start, rank, op = best
         # A W that would only half fit delays this operation, and with it the ranks that wait for it.
-        while waiting[rank] and clock[rank] + cost["W"] <= start + 1e-9:
+        while waiting[rank] and clock[rank] + cost(waiting[rank][0]) <= start + 1e-9:
             weight(rank)
         while op.kind == "F" and live[rank] >= limit and waiting[rank]:
             weight(rank)
-        clock[rank] = max(start, clock[rank]) + cost[op.kind]
+        while op.kind == "B" and pending is not None and len(waiting[rank]) >= pending:
+            weight(rank)
+        clock[rank] = max(start, clock[rank]) + cost(op)
         ends[op] = clock[rank]
         lists[rank].append(op)
         place[rank] += 1
@@ -177,9 +189,15 @@ def defer_weights(
 
 
 def build(
-    name: str, *, ranks: int, micros: int, virtual: int = 1, durations: Mapping[str, float] | None = None
+    name: str,
+    *,
+    ranks: int,
+    micros: int,
+    virtual: int = 1,
+    durations: Mapping[str, float] | Callable[[Op], float] | None = None,
+    pending: int | None = None,
 ) -> Schedule:
-    """A schedule by its name in `NAMES`. ValueError names what does not fit."""
+    """A schedule by its name in `NAMES`; durations and pending are for zero_bubble. ValueError names what does not fit."""
     if name not in NAMES:
         raise ValueError(f"schedule {name!r}; expected one of {', '.join(NAMES)}")
     if min(ranks, micros, virtual) < 1:
@@ -189,7 +207,7 @@ def build(
     if name == "1f1b" and virtual > 1:
         raise ValueError(f"schedule 1f1b has one stage per rank; virtual = {virtual} needs interleaved")
     base = interleaved(ranks, micros, virtual) if virtual > 1 else one_f_one_b(ranks, micros)
-    return defer_weights(base, durations) if name == "zero_bubble" else base
+    return defer_weights(base, durations, pending=pending) if name == "zero_bubble" else base
 
 
 # ---- passes over a schedule --------------------------------------------------------------------------------------

@@ -115,6 +115,53 @@ def forward_flops(cfg: ModelConfig, length: int, *, sparse: bool, mtp_depth: int
     )
 
 
+def mlp_flops(cfg: ModelConfig, layer: int) -> float:
+    """Operations per token of one layer's feed-forward block; layers from num_hidden_layers on are MTP's."""
+    if layer < cfg.first_k_dense_replace:
+        return 6.0 * cfg.hidden_size * cfg.intermediate_size
+    expert = 6.0 * cfg.hidden_size * cfg.moe_intermediate_size
+    return (cfg.num_experts_per_tok + cfg.n_shared_experts) * expert + 2.0 * cfg.hidden_size * cfg.n_routed_experts
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers per token that one layer keeps: activations from forward to backward; with deferred weight gradients, deferred
+    from backward to the weight gradient, of which deferred_new are not among the activations."""
+
+    activations: float
+    deferred: float
+    deferred_new: float
+
+
+def kept_numbers(cfg: ModelConfig, layer: int, length: int, *, sparse: bool) -> Kept:
+    """What our kernels save for backward in one layer (a test compares it with the saved tensors of real layers).
+
+    Counted for long sequences: masks and statistics of one number per head are left out. Recurrences (gdn) count as the
+    attention whose projections they use.
+    """
+    h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
+    qk, v, groups = cfg.qk_head_dim, cfg.value_head_dim, cfg.kv_heads
+    if cfg.attention == "mla":
+        up = heads * (cfg.qk_nope_head_dim + v)
+        inputs, outputs = h + q + kv + heads * v, q + kv + cfg.qk_rope_head_dim + heads * qk + up + h
+        core = 2 * heads * (qk + v)
+        if (
+            sparse and length > cfg.index_topk and cfg.kind(layer) == "full"
+        ):  # absorbed queries and latents, the chosen indices
+            core = heads * (cfg.qk_nope_head_dim + 2 * kv + cfg.qk_rope_head_dim + v) + 4.5 * cfg.index_topk
+        attention = 2 * (q + kv) + core
+    else:
+        inputs, outputs = h + heads * v, (heads + groups) * qk + groups * v + h
+        attention = heads * qk + groups * (qk + v) + heads * v
+    if layer < cfg.first_k_dense_replace:
+        wide, router = 2 * cfg.intermediate_size, 0
+    else:
+        wide = 2 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
+        router = cfg.n_routed_experts
+    new = outputs + wide + h + router
+    return Kept(4 * h + attention + wide + 4 * router, inputs + h + wide + new, new)
+
+
 def optimizer_bytes_per_parameter(kind: str, optimizer: Mapping[str, object]) -> int:
     """fp32 state of the stage's optimizer: Muon keeps one momentum, AdamW two moments (tasks.trainer.OptimizerSettings)."""
     adamw = kind in ("embedding", "norms") or optimizer.get("muon") == "off"

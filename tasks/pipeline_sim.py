@@ -27,7 +27,8 @@ class StageCost:
 
     backward is the input gradient's time (with recomputation where there is some), weight the weight gradient's. activations
     live from F to B; entry, with recomputation, from F to B, and activations then only inside B. deferred live from B to W, of
-    which deferred_new are not among the activations. gradient: the stage's full gradient. message: from this stage to a
+    which deferred_new are not among the activations. gradient: the stage's full gradient; shard: what stays of it after R (None:
+    gradient / data). message: from this stage to a
     neighbour on another rank; copy: its activations to the host or back; reduction: its full gradient to its shard.
     """
 
@@ -39,6 +40,7 @@ class StageCost:
     deferred: float = 0.0
     deferred_new: float = 0.0
     gradient: float = 0.0
+    shard: float | None = None
     message: float = 0.0
     copy: float = 0.0
     reduction: float = 0.0
@@ -114,6 +116,8 @@ def simulate(
     blocked = [f"rank {r} at {ops[place[r]]}" for r, ops in enumerate(schedule.ops) if place[r] < len(ops)]
     if blocked:
         raise ValueError(f"{schedule.name}: deadlock, {'; '.join(blocked)}")
+    if not any(op.kind == "R" for ops in schedule.ops for op in ops):  # whole gradients are reduced when all is done
+        reductions = [clock[r] + sum(costs[s].reduction for s in schedule.stages_of(r)) for r in range(ranks)]
     memories = [_memory(schedule, r, costs, data, recompute) for r in range(ranks)]
     return Simulated(
         max(max(clock), max(reductions)),
@@ -153,7 +157,8 @@ def _memory(
         nonlocal reducing
         if reducing is not None and reducing not in opened:
             opened.add(reducing)
-            add("gradients", costs[reducing].gradient / data)
+            shard = costs[reducing].shard
+            add("gradients", costs[reducing].gradient / data if shard is None else shard)
         reducing = None
 
     for op in schedule.ops[rank]:

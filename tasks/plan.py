@@ -3,10 +3,10 @@
     python -m tasks plan --profile glm5 --cluster gpus=2048,memory_gb=141,tflops=989
     python -m tasks plan --profile node --cluster gpus=8 --layout ep=8
 
-Without `--layout` the layout is searched: the one that fits with the smallest pipeline bubble, then the least tensor and
-context parallelism. `--without NAME` drops one of GLM-5's techniques (section 2.4); the last table shows what each changes.
-The planner is arithmetic: it has been compared with counted operations and measured memory of small models only, and the
-utilization (`mfu`) is the reader's to set.
+Without `--layout` the layout is searched: of those that fit, the one with the smallest pipeline bubble, then the least tensor
+and context parallelism. `--without NAME` drops one of GLM-5's techniques (section 2.4); a table shows what each changes.
+Memory and idle time come from the pipeline simulator (tasks/plan_pipeline.py), which small real runs agree with to the byte
+and to the percent; operations were compared with counted ones. `mfu` and the cluster's bandwidths are the reader's to set.
 
 Check it:  python -m pytest tests/tasks/test_plan.py
 """
@@ -15,174 +15,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from model.config import ModelConfig
-from tasks.costs import BF16, FP32, forward_flops, optimizer_bytes_per_parameter, parameters
+from tasks.costs import BF16, FP32, parameters
+from tasks.plan_layout import Cluster, Layout, bubble, micro_batches, virtual_stages
+from tasks.plan_pipeline import TECHNIQUES, estimate_step, least_bytes, train_flops
 
-TECHNIQUES = {
-    "interleaving": "interleaved 1F1B: several virtual stages per rank",
-    "deferred_weight_gradient": "weight gradients fill the pipeline's bubble",
-    "gradient_shards": "ZeRO-2 gradient shards, two rolling full buffers",
-    "activation_offload": "activations of waiting micro-batches on the host",
-    "flexible_mtp": "MTP block and embedding one stage before the output layer",
-    "chunked_loss": "output projection and cross entropy by sequence chunks",
-    "recompute": "activations of a layer made again in backward",
-}
 STAGES = ("pretrain.general", "pretrain.reasoning", "midtrain.s1", "midtrain.s2", "midtrain.s3")
 STAGES += ("dsa_warmup", "dsa_adapt")
-LOSS_CHUNK = 1024  # tokens of one chunk of the output projection
-VIRTUAL_STAGES = 2
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """gpus in all, gpus per_node (fast links), memory_gb and peak bf16 tflops of one, and the share of it reached (mfu)."""
-
-    gpus: int = 8
-    per_node: int = 8
-    memory_gb: float = 80.0
-    tflops: float = 989.0
-    mfu: float = 0.35
-    reserve_gb: float = 6.0  # context, communication buffers, fragmentation
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks of each kind of parallelism. dp = gpus / (tp * pp * cp); experts are spread over ep of the dp * cp * tp ranks."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    def dp(self, cluster: Cluster) -> int:
-        return cluster.gpus // (self.tp * self.pp * self.cp)
-
-    def problem(self, cluster: Cluster, cfg: ModelConfig, rows: int) -> str | None:
-        """Why this layout does not work, naming the keys; None when it does."""
-        model_ranks = self.tp * self.pp * self.cp
-        if min(self.tp, self.pp, self.cp, self.ep) < 1:
-            return "tp, pp, cp and ep must be at least 1"
-        if cluster.gpus % model_ranks:
-            return f"tp * pp * cp = {model_ranks} does not divide gpus = {cluster.gpus}"
-        dp = self.dp(cluster)
-        if rows % dp:
-            return f"dp = {dp} does not divide the stage's rows = {rows}"
-        if (dp * self.cp * self.tp) % self.ep or cfg.n_routed_experts % self.ep:
-            return (
-                f"ep = {self.ep} must divide both dp * cp * tp = {dp * self.cp * self.tp} and "
-                f"model.n_routed_experts = {cfg.n_routed_experts}"
-            )
-        if cfg.num_attention_heads % self.tp:
-            return f"tp = {self.tp} does not divide model.num_attention_heads = {cfg.num_attention_heads}"
-        if self.pp > cfg.num_hidden_layers:
-            return f"pp = {self.pp} exceeds model.num_hidden_layers = {cfg.num_hidden_layers}"
-        return None
-
-
-def layer_activation_bytes(cfg: ModelConfig) -> float:
-    """bf16 bytes per token that one MoE layer keeps for its backward pass when nothing is recomputed."""
-    h, heads, m = cfg.hidden_size, cfg.num_attention_heads, cfg.moe_intermediate_size
-    attention = 3 * h + 2 * cfg.q_lora_rank + 2 * cfg.kv_lora_rank + 2 * cfg.qk_rope_head_dim
-    attention += heads * (2 * cfg.qk_head_dim + 2 * cfg.v_head_dim)
-    experts = (cfg.num_experts_per_tok + cfg.n_shared_experts) * (2 * h + 3 * m)
-    return float(BF16 * (attention + 2 * h + experts))
-
-
-def stage_parameters(cfg: ModelConfig, layout: Layout, techniques: frozenset[str]) -> list[dict[str, float]]:
-    """Parameters by kind of the first, the last-but-one and the last pipeline stage (whole, before tp and ep)."""
-    counts, layers = parameters(cfg), cfg.num_hidden_layers
-    blocks = layers + cfg.num_nextn_predict_layers
-    per_layer = {k: counts[k] / blocks for k in ("attention", "indexer", "norms")}
-    moe_layers = blocks - cfg.first_k_dense_replace
-    per_moe = {k: counts[k] / moe_layers for k in ("routed_experts", "shared_experts", "router")}
-    here = math.ceil(layers / layout.pp)
-    dense = min(cfg.first_k_dense_replace, here)
-    body = {k: v * here for k, v in per_layer.items()} | {k: v * here for k, v in per_moe.items()}
-    first = {k: v * here for k, v in per_layer.items()} | {k: v * (here - dense) for k, v in per_moe.items()}
-    first |= {"dense_mlp": float(counts["dense_mlp"]), "embedding": float(counts["embedding"])}
-    mtp = {k: v for k, v in (per_layer | per_moe).items()} | {"mtp_projection": float(counts["mtp_projection"])}
-    if not cfg.num_nextn_predict_layers:
-        mtp = {}
-    tied = {"embedding": float(counts["embedding"])} if mtp and layout.pp > 1 else {}
-    add = lambda *parts: {k: sum(p.get(k, 0.0) for p in parts) for k in {k for p in parts for k in p}}  # noqa: E731
-    head = {"head": float(counts["head"] or counts["embedding"])}
-    if layout.pp == 1:
-        return [add(first, mtp, head)]
-    if "flexible_mtp" in techniques and layout.pp > 2:
-        return [first, add(body, mtp, tied), add(body, head)]
-    return [first, body, add(body, mtp, tied, head)]
-
-
-def memory(
-    cfg: ModelConfig,
-    cluster: Cluster,
-    layout: Layout,
-    stage: Mapping[str, Any],
-    techniques: frozenset[str],
-) -> dict[str, float]:
-    """Bytes by kind on the fullest GPU: weights, gradients, optimizer, activations, logits."""
-    dp = layout.dp(cluster)
-    expert_dp = dp * layout.cp * layout.tp // layout.ep
-    optimizer = stage.get("optimizer", {})
-    indexer_only = stage["name"] == "dsa_warmup"
-    micro = stage.get("micro_rows") or stage["rows"] // dp
-    tokens = stage["seq_len"] * micro / (layout.cp * layout.tp)  # sequence-parallel inside tensor parallelism
-    virtual = VIRTUAL_STAGES if "interleaving" in techniques and layout.pp > 1 else 1
-    parts = stage_parameters(cfg, layout, techniques)
-    results = []
-    for position, counts in enumerate(parts):
-        place = [0, layout.pp - 2, layout.pp - 1][position] if len(parts) > 1 else 0
-        weights = gradients = states = 0.0
-        for kind, count in counts.items():
-            expert = kind == "routed_experts"
-            local, copies = count / (layout.ep if expert else layout.tp), expert_dp if expert else dp * layout.cp
-            weights += BF16 * local
-            if indexer_only and kind != "indexer":
-                continue
-            states += (FP32 + optimizer_bytes_per_parameter(kind, optimizer)) * local / copies  # with fp32 masters
-            if "gradient_shards" in techniques:
-                buffers = min(1.0, 2 / (virtual * max(1, math.ceil(cfg.num_hidden_layers / layout.pp / virtual))))
-                gradients += FP32 * local * max(1 / copies, min(1.0, buffers + 1 / copies))
-            else:
-                gradients += FP32 * local
-        layers = math.ceil(cfg.num_hidden_layers / layout.pp)
-        ahead = layout.pp - 1 - place
-        waiting = (2 * ahead + (virtual - 1) * layout.pp + 1) / virtual if virtual > 1 else ahead + 1
-        kept = BF16 * cfg.hidden_size if "recompute" in techniques else layer_activation_bytes(cfg)
-        working = layer_activation_bytes(cfg) * tokens  # the layer that is in backward right now
-        stored = layers * kept * tokens * waiting
-        if "activation_offload" in techniques:
-            stored = min(stored, 2 * kept * tokens)
-        logits = 0.0
-        if "head" in counts:
-            rows = min(tokens * layout.tp, LOSS_CHUNK) if "chunked_loss" in techniques else tokens * layout.tp
-            logits = rows * cfg.vocab_size / layout.tp * (BF16 + FP32)
-        results.append(
-            {
-                "weights": weights,
-                "gradients": gradients,
-                "optimizer": states,
-                "activations": stored + working,
-                "logits": logits,
-            }
-        )
-    return max(results, key=lambda r: sum(r.values()))
-
-
-def bubble(layout: Layout, micro_batches: int, techniques: frozenset[str]) -> float:
-    """Idle time of a pipeline rank relative to its busy time: (p - 1) / (v m), a third of it with deferred dW."""
-    virtual = VIRTUAL_STAGES if "interleaving" in techniques else 1
-    idle = (layout.pp - 1) / (virtual * max(1, micro_batches))
-    return idle / 3 if "deferred_weight_gradient" in techniques else idle
+POST_TRAINING = ("sft", "reasoning_rl", "agentic_rl", "general_rl", "distill")
 
 
 def stage_sections(params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The language-model stages of a profile, each with its `name`."""
+    """The language-model stages of a profile whose tokens it states, each with its `name`."""
     found = []
     for name in STAGES:
         section: Any = params
@@ -193,51 +41,106 @@ def stage_sections(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def train_flops(cfg: ModelConfig, stage: Mapping[str, Any], techniques: frozenset[str]) -> float:
-    """Operations per token of one training step of a stage."""
-    sparse = stage["name"] == "dsa_adapt"
-    depth = stage.get("mtp", {}).get("depth", 0)
-    if stage["name"] == "dsa_warmup":  # the frozen model's forward pass, and the indexer both ways
-        cost = forward_flops(cfg, stage["seq_len"], sparse=False)
-        index = forward_flops(cfg, stage["seq_len"], sparse=True).indexer
-        rows = min(1.0, (stage.get("index_rows") or stage["seq_len"]) / stage["seq_len"])
-        return cost.total + 3 * index * rows
-    forward = forward_flops(cfg, stage["seq_len"], sparse=sparse, mtp_depth=depth).total
-    return forward * (4 if "recompute" in techniques else 3)
+def post_training_sections(params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The stages after it, as far as the profile says: every sample at its full length, and SFT for one step (the size of
+    its data is not in the profile). Rollouts are not in it. Stages without `micro_tokens` are left out."""
+    found = []
+    for name in POST_TRAINING:
+        section = params.get(name) or {}
+        policy = section.get("policy", section)
+        length = policy.get("micro_tokens")
+        rows = section.get("batch_samples") or section.get("prompts", 0) * section.get("group_size", 1)
+        if not length or not rows:
+            continue
+        optimizer = section.get("optimizer") or {"muon": policy.get("muon", "split")}
+        tokens = rows * length * (section.get("steps") or 1)
+        found.append(
+            dict(name=name, tokens=tokens, seq_len=length, rows=rows, micro_rows=1, optimizer=optimizer, sparse=True)
+        )
+    return found
+
+
+def memory(
+    cfg: ModelConfig, cluster: Cluster, layout: Layout, stage: Mapping[str, Any], techniques: frozenset[str]
+) -> dict[str, float]:
+    """Bytes by kind on the fullest GPU: weights, gradients, optimizer, activations, logits."""
+    return estimate_step(cfg, cluster, layout, stage, techniques).bytes
 
 
 def step_estimate(
     cfg: ModelConfig, cluster: Cluster, layout: Layout, stage: Mapping[str, Any], techniques: frozenset[str]
-) -> dict[str, float]:
-    """bytes (dict), bytes_total, flops (of the whole stage), bubble, days of one stage under a layout."""
-    dp = layout.dp(cluster)
-    micro = stage.get("micro_rows") or stage["rows"] // dp
-    used = memory(cfg, cluster, layout, stage, techniques)
-    idle = bubble(layout, stage["rows"] // dp // max(1, micro), techniques)
-    flops = train_flops(cfg, stage, techniques) * stage["tokens"]
-    seconds = flops / (cluster.gpus * cluster.tflops * 1e12 * cluster.mfu) * (1 + idle)
-    return {"bytes": used, "bytes_total": sum(used.values()), "flops": flops, "bubble": idle, "days": seconds / 86400}
+) -> dict[str, Any]:
+    """bytes (dict), bytes_total, host bytes, flops (of the whole stage), bubble, days, step of one stage under a layout."""
+    step = estimate_step(cfg, cluster, layout, stage, techniques)
+    steps = stage["tokens"] / (stage["rows"] * stage["seq_len"])
+    return {
+        "bytes": step.bytes,
+        "bytes_total": sum(step.bytes.values()),
+        "host": step.host,
+        "flops": train_flops(cfg, stage, techniques) * stage["tokens"],
+        "bubble": step.bubble,
+        "days": steps * step.seconds / 86400,
+        "step": step,
+    }
 
 
 def search_layout(
-    cfg: ModelConfig, cluster: Cluster, stage: Mapping[str, Any], techniques: frozenset[str]
-) -> tuple[Layout, dict[str, float]] | None:
-    """The fitting layout with the smallest bubble (in steps of 1 %), then least cp, tp, pp and ep; None when none fits."""
-    powers = [2**i for i in range(12)]
-    best = None
-    for tp, pp, cp, ep in itertools.product(
-        [p for p in powers if p <= cluster.per_node], [*powers[:6]], [*powers[:7]], [*powers[:9]]
+    cfg: ModelConfig, cluster: Cluster, stage: Mapping[str, Any], techniques: frozenset[str], pipelined: bool = False
+) -> tuple[Layout, dict[str, Any]] | None:
+    """The fitting layout with the smallest bubble (in steps of 1 %), then least cp, tp, pp and ep; None when none fits.
+
+    pipelined: only with at least four pipeline ranks of several virtual stages, where all techniques can act.
+    """
+    powers, room = [2**i for i in range(12)], (cluster.memory_gb - cluster.reserve_gb) * 1e9
+    candidates = []
+    for tp, pp, cp, ep, vp in itertools.product(
+        [p for p in powers if p <= cluster.per_node], powers[:6], powers[:7], powers[:9], (1, 2, 4)
     ):
-        layout = Layout(tp, pp, cp, ep)
+        layout = Layout(tp, pp, cp, ep, vp)
+        if pipelined and (pp < 4 or vp < 2):
+            continue
         if cluster.gpus < tp * pp * cp or layout.problem(cluster, cfg, stage["rows"]):
             continue
-        found = step_estimate(cfg, cluster, layout, stage, techniques)
-        if found["bytes_total"] > (cluster.memory_gb - cluster.reserve_gb) * 1e9:
+        micros, _ = micro_batches(stage, cluster, layout)
+        virtual = virtual_stages(cfg, layout, micros, techniques)
+        if virtual != vp or least_bytes(cfg, cluster, layout, stage, techniques) > room:
             continue
-        rank = (round(found["bubble"], 2), cp, tp, pp, ep)
-        if best is None or rank < best[0]:
-            best = (rank, layout, found)
-    return None if best is None else best[1:]
+        use = techniques if virtual > 1 else techniques - {"interleaving"}
+        candidates.append(((round(bubble(layout, micros, use), 2), cp, tp, pp, ep, vp), layout))
+    for _, layout in sorted(candidates, key=lambda pair: pair[0]):
+        try:
+            found = step_estimate(cfg, cluster, layout, stage, techniques)
+        except ValueError:  # fewer layers than stages
+            continue
+        if found["bytes_total"] <= room:
+            return layout, found
+    return None
+
+
+def traffic(cfg: ModelConfig, cluster: Cluster, layout: Layout, stage: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes that a GPU sends in a step, by kind, in bf16; nothing is taken to be saved by sending once per node.
+
+    experts: k rows out and k back per token and MoE layer, forward and backward (model/expert_parallel.py). context: a token's
+    keys to every other rank, latents and the indexer's, and the latents' gradients back (model/context_parallel.py, "gather").
+    pipeline: hidden states and their gradients between stages.
+    """
+    micros, rows = micro_batches(stage, cluster, layout)
+    h, depth = cfg.hidden_size, stage.get("mtp", {}).get("depth", 0)
+    backward = 1 if stage["name"] == "dsa_warmup" else 2
+    tokens = stage["seq_len"] * rows * micros / (layout.cp * layout.tp)
+    layers = (cfg.num_hidden_layers + depth) / layout.pp
+    moe_layers = (cfg.num_hidden_layers - cfg.first_k_dense_replace + depth) / layout.pp
+    away = (layout.ep - 1) / layout.ep
+    keys = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    if cfg.attention != "mla":
+        keys = cfg.kv_heads * (cfg.qk_head_dim + cfg.value_head_dim)
+    index = cfg.index_head_dim if cfg.attention == "mla" else 0
+    virtual = virtual_stages(cfg, layout, micros, frozenset({"interleaving"}))
+    return {
+        "experts": BF16 * tokens * moe_layers * cfg.num_experts_per_tok * (2 * h + 1) * backward * away,
+        "context": BF16 * tokens * layers * (keys * backward + index) * (layout.cp - 1),
+        "pipeline": BF16 * tokens * h * backward * virtual * (layout.pp > 1),
+    }
 
 
 def muon_traffic(cfg: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[float, float]:
@@ -298,23 +201,31 @@ def render(params: Mapping[str, Any], cluster: Cluster, layout: Layout | None, t
     ]
     lines[-1] += f"   {'GB/GPU':>7} (weights, gradients, optimizer, activations, logits)"
     chosen = {}
-    for stage in stage_sections(params):
+    for stage in [*stage_sections(params), *post_training_sections(params)]:
         if layout is None:
             found = search_layout(cfg, cluster, stage, techniques)
             if found is None:
-                raise ValueError(
+                message = (
                     f"{stage['name']}: no layout of {cluster.gpus} GPUs with {cluster.memory_gb:g} GB holds this; "
                     f"change model.*, {stage['name']}.seq_len ({stage['seq_len']}), .rows ({stage['rows']}) or .micro_rows, "
                     "or the cluster"
                 )
+                if stage["name"] in POST_TRAINING:
+                    lines.append(message)
+                    continue
+                raise ValueError(message)
             use, cost = found
         else:
             problem = layout.problem(cluster, cfg, stage["rows"])
+            if problem and stage["name"] in POST_TRAINING:
+                lines.append(f"{stage['name']}: {problem}")
+                continue
             if problem:
                 raise ValueError(f"{stage['name']}: {problem}")
             use, cost = layout, step_estimate(cfg, cluster, layout, stage, techniques)
-        chosen[stage["name"]] = (stage, use)
-        name = f"tp{use.tp} pp{use.pp} cp{use.cp} ep{use.ep} dp{use.dp(cluster)}"
+        if stage["name"] in STAGES:
+            chosen[stage["name"]] = (stage, use, cost)
+        name = f"tp{use.tp} pp{use.pp}x{cost['step'].virtual} cp{use.cp} ep{use.ep} dp{use.dp(cluster)}"
         over = "  DOES NOT FIT" if cost["bytes_total"] > (cluster.memory_gb - cluster.reserve_gb) * 1e9 else ""
         lines.append(
             f"{stage['name']:<20} {stage['tokens']:>9.2e} {stage['seq_len']:>7} "
@@ -322,19 +233,44 @@ def render(params: Mapping[str, Any], cluster: Cluster, layout: Layout | None, t
             f"{cost['days']:>8.2f}   {gigabytes(cost['bytes_total']):>7} "
             f"({', '.join(gigabytes(v) for v in cost['bytes'].values())}){over}"
         )
-    lines += ["", "what each technique changes, same layouts: GB on the fullest GPU, days"]
     lines.append(
-        f"{'technique':<26} "
-        + " ".join(f"{name.replace('pretrain.', 'p.').replace('midtrain.', 'm.'):>18}" for name in chosen)
+        "after dsa_adapt: tokens are a bound, every sample at micro_tokens; sft is one step, its data's size is no parameter; "
+        "without rollouts"
     )
-    for technique in TECHNIQUES:
+    lines += ["", "what each technique changes in GB on the fullest GPU, bubble and days, all others on"]
+    if layout is None:
+        lines[-1] += "; in a pipeline where the stage's layout has none (or no virtual stages)"
+    tables = {}
+    for name, (stage, use, cost) in chosen.items():
+        found = (use, cost)
+        if layout is None and (use.pp < 4 or cost["step"].virtual < 2):
+            found = search_layout(cfg, cluster, stage, frozenset(TECHNIQUES), pipelined=True) or found
+        tables[name] = (stage, *found)
+    lines.append(f"{'technique':<26} " + " ".join(f"{_short(name):>22}" for name in tables))
+    layouts = [f"tp{u.tp} pp{u.pp}x{c['step'].virtual} cp{u.cp} ep{u.ep}" for _, u, c in tables.values()]
+    lines.append(f"{'':<26} " + " ".join(f"{text:>22}" for text in layouts))
+    every = frozenset(TECHNIQUES)
+    whole = {name: step_estimate(cfg, cluster, use, stage, every) for name, (stage, use, _) in tables.items()}
+    rows = {technique: (every, every - {technique}) for technique in TECHNIQUES}
+    kept = every - {"recompute"}
+    rows["offload, no recompute"] = (kept, kept - {"activation_offload"})
+    for technique, (with_it, without) in rows.items():
         cells = []
-        for stage, use in chosen.values():
-            with_it = step_estimate(cfg, cluster, use, stage, techniques | {technique})
-            without = step_estimate(cfg, cluster, use, stage, techniques - {technique})
-            gb = (with_it["bytes_total"] - without["bytes_total"]) / 1e9
-            cells.append(f"{gb:>+9,.1f} {with_it['days'] - without['days']:>+8.2f}")
-        lines.append(f"{technique:<26} " + " ".join(f"{c:>18}" for c in cells))
+        for name, (stage, use, _) in tables.items():
+            one = whole[name] if with_it == every else step_estimate(cfg, cluster, use, stage, with_it)
+            other = step_estimate(cfg, cluster, use, stage, without)
+            gb, idle, days = (one[k] - other[k] for k in ("bytes_total", "bubble", "days"))
+            cells.append(f"{gb / 1e9:>+8,.1f} {100 * idle:>+5.1f}% {days:>+7.2f}")
+        lines.append(f"{technique:<26} " + " ".join(f"{c:>22}" for c in cells))
+    cells = [f"{gigabytes(w['bytes_total']):>8} {w['bubble']:>6.1%} {w['days']:>7.2f}" for w in whole.values()]
+    lines.append(f"{'all on':<26} " + " ".join(f"{c:>22}" for c in cells))
+    lines += ["", "GB that a GPU sends in a step, and the time it takes alone against the step's"]
+    for stage, use, cost in chosen.values():
+        sent = traffic(cfg, cluster, use, stage)
+        shares = [f"{k} {gigabytes(v)} ({v / cluster.link / cost['step'].seconds:.0%})" for k, v in sent.items()]
+        lines.append(
+            f"{stage['name']:<20} {', '.join(shares)}; {gigabytes(cost['host'])} GB of activations on the host"
+        )
     if chosen:
         naive, owner = muon_traffic(cfg, next(iter(chosen.values()))[1], cluster)
         lines += [
@@ -345,13 +281,19 @@ def render(params: Mapping[str, Any], cluster: Cluster, layout: Layout | None, t
     return "\n".join(lines)
 
 
+def _short(name: str) -> str:
+    return name.replace("pretrain.", "p.").replace("midtrain.", "m.")
+
+
 def main(argv: list[str] | None = None) -> int:
     from tasks.params import compose
 
     parser = argparse.ArgumentParser(prog="python -m tasks plan", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="glm5")
-    parser.add_argument("--cluster", default="", help="gpus=,per_node=,memory_gb=,tflops=,mfu=,reserve_gb=")
-    parser.add_argument("--layout", default=None, help="tp=,pp=,cp=,ep= for every stage; searched when absent")
+    parser.add_argument(
+        "--cluster", default="", help="gpus=,per_node=,memory_gb=,tflops=,mfu=,reserve_gb=,net_gbs=,fast_gbs=,host_gbs="
+    )
+    parser.add_argument("--layout", default=None, help="tp=,pp=,cp=,ep=,vp= for every stage; searched when absent")
     parser.add_argument("--without", action="append", default=[], choices=list(TECHNIQUES), help="drop a technique")
     args = parser.parse_args(argv)
     layout = None if args.layout is None else parse_settings(args.layout, Layout)

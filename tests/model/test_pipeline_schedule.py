@@ -90,7 +90,17 @@ def test_a_tighter_limit_costs_time_not_correctness():
     check(tight, limit=4)
     loose = defer_weights(base, limit=8)
     check(loose, limit=8)
+    few = defer_weights(base, pending=1)
+    check(few, limit=4)
+    for ops in few.ops:  # never two B without their W
+        waiting = 0
+        for op in ops:
+            waiting += {"B": 1, "W": -1}.get(op.kind, 0)
+            assert waiting <= 1
+    with pytest.raises(ValueError, match=r"pending \(0\) must be at least 1"):
+        defer_weights(base, pending=0)
     costs = {"F": 1.0, "B": 1.0, "W": 1.0}
+    assert span(few, costs) >= span(tight, costs)
     assert span(loose, costs) <= span(tight, costs) < span(base, {"F": 1.0, "B": 2.0})
 
 
