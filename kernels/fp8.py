@@ -1,12 +1,14 @@
 """FP8 (e4m3): weights in 128 x 128 blocks with fp32 scales, the format of `quant_method: fp8` checkpoints and loaders;
 activations per token in groups of 128; the linear layer that multiplies them (FP8 rollouts, GLM-5 §4.1).
 
-Checked by `python -m pytest tests/kernels/test_fp8.py`; the Triton form is kernels/triton_fp8.py.
+Checked by `python -m pytest tests/kernels/test_fp8.py`; the Triton form is kernels/triton_quant.py.
 """
 
 from __future__ import annotations
 
 import torch
+
+from kernels.paths import choose
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -64,7 +66,12 @@ def fp8_linear(x_tk: torch.Tensor, values_nk: torch.Tensor, scale: torch.Tensor,
     """x @ w.T with both sides in fp8: fp32 [T, N] from x float [T, K] and block-scaled weights.
 
     Products within a group of `block` columns are summed in fp32 and then scaled, group after group, as fp8 matrix units do.
+    The path is kernels.paths' choice for "fp8".
     """
+    if choose("fp8", x_tk.device, x_tk.dtype) == "triton":
+        from kernels.triton_quant import fp8_linear as triton_linear
+
+        return triton_linear(x_tk, values_nk, scale, block)
     q_tk, scale_tg = quantize_fp8_tokens(x_tk, block)
     rows = values_nk.shape[0]
     out_tn = x_tk.new_zeros(x_tk.shape[0], rows, dtype=torch.float32)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.paths import choose
+
 INT4_MIN, INT4_MAX = -8, 7
 ABSMAX_DIVISOR = {"absmax/7": 7.0, "absmax/7.5": 7.5}
 SCALE_RULES = (*ABSMAX_DIVISOR, "ssz")
@@ -84,6 +86,31 @@ def quantize_int4(weight_nk: torch.Tensor, rule: str = "ssz", *, steps: int = 50
         if moved <= tolerance:
             break
     return best_codes, best_scale
+
+
+class _FakeQuant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight_nk, rule, steps):
+        if rule in ABSMAX_DIVISOR and choose("quantize_int4", weight_nk.device, weight_nk.dtype) == "triton":
+            from kernels.triton_quant import quantize_int4 as triton_int4
+
+            codes_nk, scale_n1, _ = triton_int4(weight_nk, ABSMAX_DIVISOR[rule])
+        else:
+            codes_nk, scale_n1 = quantize_int4(weight_nk, rule, steps=steps)
+        return decode_int4(codes_nk, scale_n1).to(weight_nk.dtype)
+
+    @staticmethod
+    def backward(ctx, dout_nk):
+        return dout_nk, None, None
+
+
+def fake_quant_int4(weight_nk: torch.Tensor, rule: str = "absmax/7", steps: int = 50) -> torch.Tensor:
+    """A weight [N, K] as its INT4 codes and scales will give it back, in its own dtype; the gradient passes straight through.
+
+    The codes are those of `quantize_int4`, so what training sees is what the packers write. The path is kernels.paths' choice
+    for "quantize_int4" (the SSZ rule has none but torch's).
+    """
+    return _FakeQuant.apply(weight_nk, rule, steps)
 
 
 def _nibbles(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

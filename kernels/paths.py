@@ -30,8 +30,8 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "grouped_experts": ALL,
     "linear_cross_entropy": ALL,
     "newton_schulz": ALL,
-    "quantize_int4": ALL,
-    "fp8": ALL,
+    "quantize_int4": ("cpu", "triton"),
+    "fp8": ("cpu", "triton"),
 }
 
 _log = logging.getLogger("arcline.kernels")

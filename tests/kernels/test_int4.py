@@ -9,6 +9,7 @@ import torch
 from kernels.int4 import (
     decode_int4,
     encode_int4,
+    fake_quant_int4,
     pack_columns,
     pack_int32,
     pack_rows,
@@ -127,3 +128,14 @@ def test_quantized_linear_is_the_integer_formula():
     assert torch.equal(quantized_linear(torch.zeros(2, 64), codes, scale), torch.zeros(2, 12))
     reference = x @ decode_int4(codes, scale).T
     assert ((got - reference).norm() / reference.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("rule", ["absmax/7", "absmax/7.5", "ssz"])
+def test_fake_quantization_is_what_the_packers_write(rule):
+    weight = gaussian(6, 40, seed=7).requires_grad_()
+    out = fake_quant_int4(weight, rule)
+    codes, scale = quantize_int4(weight.detach(), rule)
+    stored = unpack_columns(pack_columns(codes))
+    assert torch.equal(out, decode_int4(stored, scale))
+    (out * torch.arange(40.0)).sum().backward()
+    assert torch.equal(weight.grad, torch.arange(40.0).expand(6, 40))
