@@ -51,8 +51,8 @@ def settings_of(name: str, root: Path = ROOT) -> dict[str, Any]:
     found = section.get("parallel") if isinstance(section, dict) else None
     if not isinstance(found, dict):
         return {}
-    rows = [section[key] for key in ROWS if isinstance(section.get(key), int)]
-    wanted = found.get("processes", 1)
+    wanted, copies = found.get("processes", 1), found.get("context", 1)  # ranks that share sequences have the same rows
+    rows = [section[key] * copies for key in ROWS if isinstance(section.get(key), int) and isinstance(copies, int)]
     return found | {"processes": min([wanted, *rows]) if isinstance(wanted, int) else 1, "wanted": wanted}
 
 

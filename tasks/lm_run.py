@@ -22,6 +22,7 @@ from model.transformer import GlmMoeDsa
 from tasks.costs import refuse_too_large
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
 from tasks.init_from import starting_checkpoint
+from tasks.model_parallel import Layout, apply_parallelism
 from tasks.objectives import LanguageModeling
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler, validation_windows
@@ -154,7 +155,7 @@ def stop_ids(stage: Stage) -> list[int]:
     return [ids[t] for t in STOP_TOKENS if t in ids]
 
 
-def make_optimizer(stage: Stage, model: nn.Module, train: str = "all") -> MuonSplit:
+def make_optimizer(stage: Stage, model: nn.Module, train: str = "all", layout: Layout | None = None) -> MuonSplit:
     """The stage's optimizer, with the previous stage's state when `load_optimizer` asks for it."""
     optimizer = build_optimizer(model, stage.config.optimizer.to_config(train))
     source = starting_checkpoint(stage)
@@ -164,7 +165,7 @@ def make_optimizer(stage: Stage, model: nn.Module, train: str = "all") -> MuonSp
                 f"stage {stage.name}: load_optimizer is set, but the previous checkpoint has no {OPTIMIZER_FILE}; "
                 "set save_optimizer on the stage before"
             )
-        optimizer.load_state_tensors(load_file(source / OPTIMIZER_FILE))
+        optimizer.load_state_tensors((layout or Layout()).part(load_file(source / OPTIMIZER_FILE)))
     return optimizer
 
 
@@ -206,6 +207,7 @@ def run_lm(
     """
     config: LmConfig = stage.config
     ranks = current()
+    layout = apply_parallelism(model, config.parallel, ranks)
     tokens = token_dep(stage)
     schedule = config.schedule
     batch_size = batch_sizes(config)
@@ -231,9 +233,9 @@ def run_lm(
 
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
         rows = batch_size.rows_at(step)
-        if ranks.rank >= rows:  # the start of a batch warm-up may have fewer rows than there are ranks
+        if layout.data_rank >= rows:  # the start of a batch warm-up may have fewer rows than there are ranks
             return []
-        share = sampler.batch(batch_size.first_row(step), rows, ranks.rank, ranks.world)
+        share = sampler.batch(batch_size.first_row(step), rows, layout.data_rank, layout.data_world)
         return split_batch(share, config.micro_rows or rows)
 
     seq_len = config.heldout.seq_len or config.seq_len
@@ -258,7 +260,7 @@ def run_lm(
     trainer = Trainer(
         stage,
         model,
-        make_optimizer(stage, model, train),
+        make_optimizer(stage, model, train, layout),
         objective,
         batches,
         steps=batch_size.steps,
@@ -268,8 +270,10 @@ def run_lm(
         evaluate=evaluate,
         describe=describe,
         parallel=config.parallel,
+        layout=layout,
     )
     trainer.run()
+    model = layout.whole_model(model)
     state = trainer.optimizer.state_tensors() if config.save_optimizer else {}  # all ranks gather it
     if not ranks.is_writer:
         return results

@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,17 @@ class ParallelSettings(Section):
     engine: str = Field("native", pattern="^(native|deepspeed)$", description="what drives backward and step")
     zero_stage: int = Field(
         0, ge=0, le=2, description="DeepSpeed's own sharding, for optimizer.muon: off; 0: ours (model/muon_sharded.py)"
+    )
+    expert: int = Field(1, ge=1, description="ranks over which every layer's routed experts are spread")
+    context: int = Field(1, ge=1, description="ranks over which every sequence is spread")
+    context_form: str = Field(
+        "gather",
+        pattern="^(gather|ulysses)$",
+        description="latent keys gathered (fits DSA), or tokens exchanged for heads",
+    )
+    per_node: int | None = Field(None, ge=1, description="ranks per node; null: all of a group lie on one")
+    exchange_stages: int = Field(
+        1, ge=1, le=2, description="2: all-to-all inside nodes first, then one message per node"
     )
     bucket_mb: float = Field(64.0, gt=0, description="bytes (in MiB) of gradients or parameters in flight at most")
 
@@ -115,12 +126,13 @@ class Parallel:
         device = counts[0].device if counts else self.device
         return dict(zip(names, parts[0].tolist(), strict=True)), [p.to(torch.int64).to(device) for p in parts[1:]]
 
-    def check_same(self, model: nn.Module) -> None:
-        """ValueError when the ranks do not start from the same weights."""
+    def check_same(self, model: nn.Module, apart: Callable[[str], bool] = lambda name: False) -> None:
+        """ValueError when the ranks do not start from the same weights; those named by `apart` differ by design."""
         if self.world == 1:
             return
         with torch.no_grad():
-            sums = [float(v.double().sum()) for v in model.state_dict().values() if v.is_floating_point()]
+            state = {n: v for n, v in model.state_dict().items() if v.is_floating_point() and not apart(n)}
+            sums = [float(v.double().sum()) for v in state.values()]
         if len({json.dumps(one) for one in self.exchange(zlib.crc32(json.dumps(sums).encode()))}) > 1:
             raise ValueError("the ranks do not start from the same weights: do all machines read the same checkpoint?")
 

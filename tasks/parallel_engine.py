@@ -41,7 +41,9 @@ class NativeEngine(ShardedMuonSplit):
         return self.clip(limit, norm_name)
 
 
-def make_engine(model: nn.Module, optimizer: MuonSplit, parallel: Parallel, settings: ParallelSettings | None) -> Any:
+def make_engine(
+    model: nn.Module, optimizer: MuonSplit, parallel: Parallel, settings: ParallelSettings | None, layout: Any = None
+) -> Any:
     """The engine that `settings` ask for; None when the plain optimizer in one process will do.
 
     ValueError when settings do not fit together.
@@ -59,4 +61,8 @@ def make_engine(model: nn.Module, optimizer: MuonSplit, parallel: Parallel, sett
         return DeepSpeedEngine(model, optimizer, parallel, settings.zero_stage, bucket_bytes)
     if parallel.world == 1:
         return None
+    if layout is not None and layout.experts is not None:
+        from tasks.expert_engine import ExpertEngine
+
+        return ExpertEngine(optimizer, layout, parallel, bucket_bytes)
     return NativeEngine(optimizer, control=parallel.control, bucket_bytes=bucket_bytes)

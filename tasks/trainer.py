@@ -25,6 +25,7 @@ from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, format_ownership, ownership_table
 from model.recompute import saving
 from tasks.guard import Guard, NonFiniteError, StepFault
+from tasks.model_parallel import Layout
 from tasks.parallel import ParallelSettings, current
 from tasks.parallel_engine import make_engine, norm_name
 from tasks.resume import Found, ResumeStore
@@ -102,11 +103,13 @@ class Trainer:
         evaluate: Callable[[nn.Module, int], Mapping[str, float]] | None = None,
         describe: Callable[[int], Mapping[str, Any]] = lambda step: {},
         parallel: ParallelSettings | None = None,
+        layout: Layout | None = None,
     ) -> None:
         if steps < 1:
             raise ValueError(f"a training run needs at least one step, got {steps}")
         self.parallel = current()
-        self.engine = make_engine(model, optimizer, self.parallel, parallel)
+        self.layout = layout or Layout()
+        self.engine = make_engine(model, optimizer, self.parallel, parallel, self.layout)
         self.stage, self.model, self.optimizer = stage, model, self.engine or optimizer
         self.objective, self.batches, self.evaluate = objective, batches, evaluate
         self.steps, self.lr_factor, self.settings = steps, lr_factor, settings
@@ -131,7 +134,7 @@ class Trainer:
             "losses": self.guard.history,
             "router": self.router.state(),
         }
-        files = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_tensors()}
+        files = {"model": self.layout.whole(self.model.state_dict()), "optimizer": self.optimizer.state_tensors()}
         if self.parallel.is_writer:
             self.store.save(self.step, files, state, best=best)
 
@@ -142,7 +145,7 @@ class Trainer:
         return found if found or step is None else self.store.load(step)
 
     def _restore(self, found: Found) -> None:
-        self.model.load_state_dict(found.files["model"])
+        self.model.load_state_dict(self.layout.part(found.files["model"]))
         self.optimizer.load_state_tensors(found.files["optimizer"])
         state = found.state
         self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
@@ -180,7 +183,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the last step. Returns the last evaluation's numbers. Raises NonFiniteError (a ValueError)."""
         self.stage.print("optimizer:\n" + format_ownership(ownership_table(self.model, self.optimizer.cfg)))
-        self.parallel.check_same(self.model)
+        self.parallel.check_same(self.model, self.layout.owns_part)
         if not self.resume() and self.settings.guard.on:
             self.save()  # what the guard goes back to before the first regular checkpoint
         began, cpu, first, reported = time.monotonic(), time.process_time(), self.step, time.monotonic()
@@ -232,7 +235,10 @@ class Trainer:
         scale = self.lr_factor(self.step)
         self.optimizer.set_lr_scale(scale)
         self.model.train()
-        micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in self.batches(self.step)]
+        own = self.batches(self.step)
+        tokens = sum(batch["input_ids_bs"].numel() for batch in own if "input_ids_bs" in batch) / self.layout.copies
+        own = self.layout.even(own, self.parallel)
+        micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in own]
         counts = [batch_count(batch) for batch in micro_batches]
         total = self.parallel.sum_(sum(counts))
         if total <= 0:
@@ -241,27 +247,27 @@ class Trainer:
         router_counts: list[Tensor] = []
         last = max((i for i, count in enumerate(counts) if count), default=-1)
         for place, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
-            if count == 0:
+            if count == 0 and not self.layout.together:
                 continue
             share = count / total
             with (
                 computing_in(self.model, getattr(torch, self.settings.precision)),
                 saving(self.model, self.settings.recompute, self.settings.offload),
             ):
-                loss, extra = self.objective(self.model, batch, self.step)
+                loss, extra = self.objective(getattr(self.engine, "model", self.model), batch, self.step)
                 # In here: recomputation needs the weights that the forward had.
                 if self.engine:
                     self.engine.backward(loss * share, last=place == last)
                 else:
                     (loss * share).backward()
-            for i, c in enumerate(extra.pop("router_counts", None) or []):
+            routed = extra.pop("router_counts", None) or []
+            for i, c in enumerate(routed if count else []):
                 if i < len(router_counts):
                     router_counts[i] = router_counts[i] + c
                 else:
                     router_counts.append(c)
             for key, number in {"loss": loss.detach(), **extra}.items():
                 logs[key] = logs.get(key, 0.0) + share * float(number)
-        tokens = sum(batch["input_ids_bs"].numel() for batch in micro_batches if "input_ids_bs" in batch)
         logs, router_counts = self.parallel.sum_step({**logs, "tokens": tokens}, router_counts)
         tokens = logs.pop("tokens")
         norms = self._clip()
@@ -291,9 +297,10 @@ class Trainer:
         return {key: float(nn.utils.clip_grad_norm_(parts[key], limit)) for key in sorted(parts) if parts[key]}
 
     def _evaluate(self) -> None:
-        if self.parallel.is_writer:
+        if self.parallel.is_writer or self.layout.together:
             self.model.eval()
-            with torch.no_grad(), computing_in(self.model, getattr(torch, self.settings.precision)):
+            dtype = getattr(torch, self.settings.precision)
+            with torch.no_grad(), self.layout.evaluating(self.model), computing_in(self.model, dtype):
                 self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
             self.model.train()
         self.last_eval = self.parallel.first(self.last_eval)

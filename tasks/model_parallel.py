@@ -1,0 +1,141 @@
+"""Turns expert and context parallelism on for a stage: `parallel: {processes: 4, expert: 4, context: 2}` in its parameters.
+
+    layout = apply_parallelism(model, config.parallel)       # before the optimizer is built
+    sampler.batch(first, rows, layout.data_rank, layout.data_world)        # ranks that share sequences get the same rows
+    Trainer(..., layout=layout)
+    model = layout.whole_model(model)                        # all ranks; then the writer saves it
+
+Ranks are numbered node by node. A context group is `context` neighbouring ranks, an expert group `expert` neighbouring ranks;
+the two may overlap in any way. What the trainer asks of a layout is below; a plain one changes nothing.
+
+Check it:  python -m pytest tests/tasks/test_model_parallel.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.all_to_all import Route, make_route
+from model.context_parallel import Context, set_context
+from model.expert_parallel import expert_shards, is_expert, local_experts, shard_experts, whole_experts
+from model.transformer import GlmMoeDsa
+from tasks.parallel import Parallel, ParallelSettings, current
+
+IGNORE = -100
+
+
+@dataclass
+class Layout:
+    """Which part of data, sequences and experts this rank has. replicas: the ranks with the same experts (None: all)."""
+
+    data_rank: int = 0
+    data_world: int = 1
+    context: Context | None = None
+    experts: Route | None = None
+    replicas: dist.ProcessGroup | None = None
+    replicas_control: dist.ProcessGroup | None = None
+
+    @property
+    def copies(self) -> int:
+        """Ranks that are given the same rows."""
+        return self.context.ranks if self.context else 1
+
+    @property
+    def together(self) -> bool:
+        """Whether every forward pass needs all ranks: they must run as many, in evaluations too."""
+        return self.experts is not None
+
+    def owns_part(self, name: str) -> bool:
+        """Whether ranks hold different parts of this tensor."""
+        return self.experts is not None and is_expert(name)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Model or optimizer tensors as one process has them. All ranks call it."""
+        return tensors if self.experts is None else whole_experts(tensors, self.experts)
+
+    def part(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inverse: what this rank holds of them."""
+        return tensors if self.experts is None else expert_shards(tensors, self.experts)
+
+    def even(self, batches: Sequence[dict[str, Tensor]], ranks: Parallel) -> list[dict[str, Tensor]]:
+        """As many micro-batches as the rank with most has, filled up with copies that have no target. ValueError without any."""
+        batches = list(batches)
+        if not self.together:
+            return batches
+        counts = ranks.exchange(len(batches))
+        if min(counts) == 0:
+            raise ValueError(
+                f"parallel.expert: every rank needs rows in every step, the ranks have {counts} micro-batches"
+            )
+        empty = batches[-1] | {"targets_bs": torch.full_like(batches[-1]["targets_bs"], IGNORE)}
+        return batches + [empty] * (max(counts) - len(batches))
+
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Sequences are whole on every rank while open: evaluations look at all hidden states, and the writer runs them alone."""
+        if self.context is None:
+            yield
+            return
+        set_context(model, None)
+        try:
+            yield
+        finally:
+            set_context(model, self.context)
+
+    def whole_model(self, model: GlmMoeDsa) -> GlmMoeDsa:
+        """A model of one process with these weights, for saving. All ranks call it."""
+        if self.context is not None:
+            set_context(model, None)
+        if self.experts is None:
+            return model
+        with torch.device("meta"):  # the tensors of the state take the parameters' places
+            whole = GlmMoeDsa(model.cfg)
+        whole.load_state_dict(dict(self.whole(model.state_dict())), assign=True)
+        return whole
+
+
+def _divides(key: str, part: int, world: int) -> None:
+    if world % part:
+        raise ValueError(f"parallel.{key} is {part}, which does not divide the {world} ranks of this run")
+
+
+def _route(part: int, rank: int, settings: ParallelSettings) -> Route:
+    """This rank's group of `part` neighbours; two stages only where the group spans several whole nodes."""
+    first = rank // part * part
+    per_node = settings.per_node or part
+    if settings.exchange_stages == 2 and part > per_node and part % per_node:
+        raise ValueError(f"parallel.per_node is {per_node}, which does not divide a group of {part} ranks into nodes")
+    nodes = part > per_node and part % per_node == 0
+    stages = settings.exchange_stages if nodes else 1
+    return make_route(list(range(first, first + part)), per_node if nodes else None, stages)
+
+
+def apply_parallelism(model: GlmMoeDsa, settings: ParallelSettings, ranks: Parallel | None = None) -> Layout:
+    """Spread the model's experts and sequences as `parallel.expert` and `parallel.context` say. All ranks call it.
+
+    ValueError when sizes do not divide, or the model or engine cannot be spread.
+    """
+    ranks = ranks or current()
+    _divides("context", settings.context, ranks.world)
+    _divides("expert", settings.expert, ranks.world)
+    layout = Layout(ranks.rank // settings.context, ranks.world // settings.context)
+    if settings.expert > 1:
+        if settings.engine != "native":
+            raise ValueError(f"parallel.expert needs parallel.engine: native, it is {settings.engine!r}")
+        layout.experts = _route(settings.expert, ranks.rank, settings)
+        local_experts(model.cfg.n_routed_experts, layout.experts)
+        shard_experts(model, layout.experts)
+        same = list(range(ranks.rank % settings.expert, ranks.world, settings.expert))
+        if len(same) > 1:
+            layout.replicas = dist.new_group(same, use_local_synchronization=True)
+            layout.replicas_control = dist.new_group(same, backend="gloo", use_local_synchronization=True)
+    if settings.context > 1:
+        layout.context = Context(_route(settings.context, ranks.rank, settings), settings.context_form)
+        set_context(model, layout.context)
+    return layout
