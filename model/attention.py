@@ -120,7 +120,8 @@ class MLA(MLAProjections):
 
     Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), and the indexer's key
     (indexer.keys). An indexer learns from its own layer's attention, also where later layers share its selection: they add no
-    loss, so warm-up and sparse stage cost and mean the same as without sharing.
+    loss, so warm-up and sparse stage cost and mean the same as without sharing. (arXiv 2603.12201 instead averages the
+    attention of all layers that an indexer serves; GLM-5.2's own target is not published.)
     """
 
     def __init__(self, cfg: ModelConfig, indexer: bool = True):

@@ -11,6 +11,7 @@ from model.checkpoint import load_checkpoint, save_checkpoint
 from model.config import ModelConfig
 from model.convert import convert
 from model.decode import Decoder
+from model.recompute import recomputing
 from model.sampling import SamplingParams
 from model.transformer import GlmMoeDsa
 from tasks.heldout import indexer_recall
@@ -194,3 +195,36 @@ def test_other_kinds_are_refused_by_the_decoder_and_the_emulator():
             Decoder(model_)
         with pytest.raises(ValueError, match="full MLA layers only"):
             hook_linears(model_, lambda name, x: x)
+
+
+def test_warm_up_raises_the_recall_of_the_full_layer():
+    """An indexer learns from its own layer's attention. In a random model, whose layers attend to unrelated keys, this does
+    nothing for the layer that shares the selection: sharing pays where neighbouring layers attend alike."""
+    model_ = spread(GlmMoeDsa(share(["full", "shared"], num_nextn_predict_layers=0)), scale=0.35)
+    optimizer = torch.optim.AdamW([p for n, p in model_.named_parameters() if ".indexer." in n], lr=1e-2)
+    batch = ids(4, 64)
+    before = indexer_recall(model_, batch, [8])
+    for step in range(40):
+        loss = model_(batch, attention="dense", index_loss_rows=32, rows_seed=step, index_only=True).index_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = indexer_recall(model_, batch, [8])
+    gains = [b["8"]["ratio"] - a["8"]["ratio"] for a, b in zip(before, after, strict=True)]
+    assert gains[0] > 0.2 and abs(gains[1]) < 0.05, gains
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+@pytest.mark.parametrize(
+    "changes", [{"indexer_types": ["full", "shared", "full"]}, {"layer_types": ["gdn", "full", "swa"]}]
+)
+def test_recomputed_activations_give_the_same_gradients(kind, changes):
+    """The selection that a shared layer was given, and the state of the recurrences, to the bit."""
+    grads = []
+    for chosen in ("none", kind):
+        model_ = spread(GlmMoeDsa(micro(**changes, sliding_window=5)))
+        with recomputing(model_, chosen):
+            out = model_(ids(2, 40), index_loss_rows=8, mtp_depth=1)
+            (out.hidden_bsh.square().mean() + out.mtp_hidden[0].square().mean() + out.index_loss).backward()
+        grads.append([p.grad for p in model_.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import gdn
 from model.config import ModelConfig
+from model.muon import OptimConfig, build_optimizer
 from model.transformer import GlmMoeDsa
 from tasks import costs
 from tasks.params import compose
@@ -94,3 +95,16 @@ def test_shared_layers_spare_the_indexer():
     every = dataclasses.replace(cfg, indexer_types=None)
     a, b = (costs.forward_flops(c, 1024, sparse=True) for c in (cfg, every))
     assert a.indexer == b.indexer / 2 and a.attention_core == b.attention_core
+
+
+@pytest.mark.parametrize("case", ["gdn", "gqa gdn", "index share"])
+def test_optimizer_bytes_are_what_the_optimizer_holds(case):
+    cfg = config(case)
+    model = GlmMoeDsa(cfg).init_weights(0)
+    settings = {"indexer_optimizer": "adamw", "lm_head_optimizer": "adamw"}
+    optimizer = build_optimizer(model, OptimConfig(**settings))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = sum(t.numel() * 4 for n, t in optimizer.state_tensors().items() if not n.endswith(".step"))
+    assert costs.state_bytes(cfg, settings)["optimizer"] == held
