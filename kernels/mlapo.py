@@ -59,33 +59,42 @@ def mla_preprocess_reference(x_nh, w: PreprocessWeights, cis_nr, cache_mc, slot_
     return q_nhc, q_lat_nq, extra_nx
 
 
+def _complex(x_xr: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x_xr.unflatten(-1, (-1, 2)))
+
+
 def _rotate_(x_xr: torch.Tensor, cis_xr: torch.Tensor) -> None:
     """RoPE in place on interleaved pairs of a view whose last dimension is contiguous."""
-    if x_xr.dtype == torch.float64:
-        cis_xr = cis_xr.to(torch.complex128)
-    torch.view_as_complex(x_xr.unflatten(-1, (-1, 2))).mul_(cis_xr)
+    _complex(x_xr).mul_(cis_xr.to(torch.complex128) if x_xr.dtype == torch.float64 else cis_xr)
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _preprocess_cpu(x_nh, w: PreprocessWeights, cis_nr, cache_mc, slot_n):
+    """In place wherever a buffer is ours: fewer passes and fewer calls, which is what a small batch's time goes into."""
     q_lora, latent, nope, rope, heads = w.sizes
     y_ny = F.linear(rms_norm(x_nh, w.input_norm, w.input_eps), w.w_in)
     q_lat_nq = rms_norm(y_ny[:, :q_lora], w.q_norm, w.latent_eps)
     q_nhd = F.linear(q_lat_nq, w.w_q).view(-1, heads, nope + rope)
     q_nhc = torch.empty(len(x_nh), heads, latent + rope, dtype=x_nh.dtype, device=x_nh.device)
     q_nhc[..., :latent] = torch.bmm(q_nhd[..., :nope].transpose(0, 1), w.w_uk).transpose(0, 1)
-    q_nhc[..., latent:] = q_nhd[..., nope:]
-    if rope % 2 == 0 and (latent + rope) % 2 == 0 and latent % 2 == 0:
-        _rotate_(q_nhc[..., latent:], cis_nr[:, None])
-    else:  # pairs of such a view do not start at even addresses
-        q_nhc[..., latent:] = apply_rope(q_nhc[..., latent:], cis_nr)
-    kv_nc = torch.empty(len(x_nh), latent + rope, dtype=x_nh.dtype, device=x_nh.device)
-    kv_nc[:, :latent] = rms_norm(y_ny[:, q_lora : q_lora + latent], w.kv_norm, w.latent_eps)
-    kv_nc[:, latent:] = apply_rope(y_ny[:, q_lora + latent : q_lora + latent + rope], cis_nr)
+    kv_nc = y_ny[:, q_lora : q_lora + latent + rope]
+    kv_a = kv_nc[:, :latent]
+    kv_a.mul_(_inverse_rms(kv_a, w.latent_eps)).mul_(w.kv_norm)
+    if x_nh.dtype == torch.float64:
+        cis_nr = cis_nr.to(torch.complex128)
+    if (nope | latent | q_lora | y_ny.shape[1]) % 2:  # pairs of these views do not start at even addresses
+        q_nhc[..., latent:] = apply_rope(q_nhd[..., nope:], cis_nr)
+        kv_nc[:, latent:] = apply_rope(kv_nc[:, latent:], cis_nr)
+    else:
+        torch.mul(_complex(q_nhd[..., nope:]), cis_nr[:, None], out=_complex(q_nhc[..., latent:]))
+        _complex(kv_nc[:, latent:]).mul_(cis_nr)
     cache_mc.index_copy_(0, slot_n, kv_nc)
     return q_nhc, q_lat_nq, y_ny[:, q_lora + latent + rope :]
 
 
-@torch.no_grad()
 def mla_preprocess(
     x_nh: torch.Tensor, w: PreprocessWeights, cis_nr: torch.Tensor, cache_mc: torch.Tensor, slot_n: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,6 +103,9 @@ def mla_preprocess(
     x [N,hid] is the layer's input before its norm; cis complex64 [N,r/2]; cache [M,L+r] (normalised latent, then rotated key);
     slot int64 [N], each slot once. No gradient. ValueError when the cache's rows have another width.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return mla_preprocess(x_nh, w, cis_nr, cache_mc, slot_n)
     if cache_mc.dim() != 2 or cache_mc.shape[1] != w.sizes[1] + w.sizes[3]:
         raise ValueError(f"cache {tuple(cache_mc.shape)} must be [slots, {w.sizes[1]} + {w.sizes[3]}] (latent, rope)")
     path = paths.choose("mla_preprocess", x_nh.device, x_nh.dtype)
@@ -110,7 +122,7 @@ def mla_preprocess(
 
 
 def _normalise(x, eps):
-    inv = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    inv = _inverse_rms(x, eps)
     return x * inv, inv
 
 
@@ -177,7 +189,11 @@ def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int) -> t
     stop = start + 2 * cis_bsr.shape[-1]
     if x_bshd.dtype in FAST and start % 2 == 0 and x_bshd.shape[-1] % 2 == 0:
         cis = cis_bsr if x_bshd.dim() == cis_bsr.dim() else cis_bsr.unsqueeze(-2)
-        return _RotateColumns.apply(x_bshd, cis, start)
+        if torch.is_grad_enabled() and x_bshd.requires_grad:
+            return _RotateColumns.apply(x_bshd, cis, start)
+        out = x_bshd.clone(memory_format=torch.contiguous_format)
+        _rotate_(out[..., start:stop], cis)
+        return out
     return torch.cat([x_bshd[..., :start], apply_rope(x_bshd[..., start:stop], cis_bsr), x_bshd[..., stop:]], dim=-1)
 
 

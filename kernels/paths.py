@@ -36,6 +36,9 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 
 _log = logging.getLogger("arcline.kernels")
 _chosen: dict[tuple[str, str, str], str] = {}
+_known: dict[
+    tuple, str
+] = {}  # choices without force, by what they depend on: a decoding step asks several hundred times
 _forced: dict[str, str] = {}
 
 
@@ -80,7 +83,16 @@ def choose(op: str, device: torch.device | str, dtype: torch.dtype) -> str:
     `force` comes before the environment variable ARCLINE_KERNELS, that before the default. ValueError for an operator or a path
     that does not exist, naming those that do, and for a Triton path that cannot run here.
     """
-    device = torch.device(device)
+    key = op, device, dtype, os.environ.get(VARIABLE)
+    if not _forced and key in _known:
+        return _known[key]
+    path = _choose(op, torch.device(device), dtype)
+    if not _forced:
+        _known[key] = path
+    return path
+
+
+def _choose(op: str, device: torch.device, dtype: torch.dtype) -> str:
     if op not in OPERATORS:
         _check(op, "", "choose")
     path, source = _forced.get(op), "force"

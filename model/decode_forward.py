@@ -16,16 +16,16 @@ import torch.nn.functional as F
 
 from kernels.experts import grouped_experts
 from kernels.indexer import ROW_CHUNK, select_keys
+from kernels.mlapo import mla_preprocess, rotate_columns
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope, rope_cis
 from kernels.sparse_attention import dense_attention, masked_attention
-from kernels.topk import topk_mask
+from kernels.topk import topk_lower_index, topk_mask
 from model.decode_weights import LATENT_EPS, DecoderWeights, LayerWeights
 from model.kv_cache import LatentCache
 
-Chosen = tuple[
-    torch.Tensor, torch.Tensor | None
-]  # selected bool [B, T], and the positions int64 [B, topk] when few of T
+# selected bool [B, T], or None where the positions int64 [B, topk] are given: few of T
+Chosen = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class CachedForward:
@@ -44,16 +44,15 @@ class CachedForward:
 
         The last two have no columns in a layer without an indexer.
         """
-        cfg = self.cfg
         q_a, kv_a, rope_k, idx_k, idx_w = F.linear(h_nh, lw.w_in).split(lw.in_sizes, dim=-1)
         q_lat_nq = rms_norm(q_a, lw.q_a_norm, LATENT_EPS)
-        rope = cfg.qk_rope_head_dim
         kv_nc = torch.cat([rms_norm(kv_a, lw.kv_a_norm, LATENT_EPS), apply_rope(rope_k, cis_nr)], dim=-1)
-        if lw.index_slot is None:
-            return q_lat_nq, kv_nc, idx_k, idx_w
-        idx_k = F.layer_norm(idx_k, (cfg.index_head_dim,), lw.index_norm_weight, lw.index_norm_bias, LATENT_EPS)
-        idx_k = torch.cat([apply_rope(idx_k[:, :rope], cis_nr), idx_k[:, rope:]], dim=-1)
-        return q_lat_nq, kv_nc, idx_k, idx_w
+        return q_lat_nq, kv_nc, idx_k if lw.index_slot is None else self._index_key(lw, idx_k, cis_nr), idx_w
+
+    def _index_key(self, lw: LayerWeights, idx_k_nd: torch.Tensor, cis_nr: torch.Tensor) -> torch.Tensor:
+        """Raw indexer key [N, d_I] -> LayerNorm, first rope dims rotated."""
+        idx_k = F.layer_norm(idx_k_nd, idx_k_nd.shape[-1:], lw.index_norm_weight, lw.index_norm_bias, LATENT_EPS)
+        return rotate_columns(idx_k, cis_nr, 0)
 
     def _queries(
         self, lw: LayerWeights, q_lat_nq: torch.Tensor, cis_nr: torch.Tensor
@@ -68,9 +67,8 @@ class CachedForward:
 
     def _index_queries(self, lw: LayerWeights, q_lat_nq: torch.Tensor, cis_nr: torch.Tensor) -> torch.Tensor:
         """q latent -> indexer queries [N, n_I, d_I], first rope dims rotated."""
-        cfg, rope = self.cfg, self.cfg.qk_rope_head_dim
-        q_njd = F.linear(q_lat_nq, lw.index_wq_b).view(-1, cfg.index_n_heads, cfg.index_head_dim)
-        return torch.cat([apply_rope(q_njd[..., :rope], cis_nr), q_njd[..., rope:]], dim=-1)
+        q_njd = F.linear(q_lat_nq, lw.index_wq_b).view(-1, self.cfg.index_n_heads, self.cfg.index_head_dim)
+        return rotate_columns(q_njd, cis_nr, 0)
 
     def _index_weights(self, idx_w: torch.Tensor) -> torch.Tensor:
         """Raw head weights -> what `index_scores` takes: fp32, times n_I^-0.5 d_I^-0.5 in the order of model/indexer.py."""
@@ -102,6 +100,7 @@ class CachedForward:
         layer: int,
         lw: LayerWeights,
         cache: LatentCache,
+        q_bhc: torch.Tensor,
         q_lat_bq: torch.Tensor,
         idx_w_bj: torch.Tensor,
         cis_br: torch.Tensor,
@@ -112,12 +111,10 @@ class CachedForward:
     ) -> tuple[torch.Tensor, Chosen | None]:
         """One query per row against its cache, absorbed (MQA) form: ([B, H], selection for the shared layers that follow).
 
-        lengths_b counts the query's own key. chosen: the selection of the full layer before, read by a shared layer.
+        q is absorbed and rotated, q_lat what the indexer reads. lengths_b counts the query's own key.
+        chosen: the selection of the full layer before, read by a shared layer.
         """
         cfg = self.cfg
-        q_nope, q_rope = self._queries(lw, q_lat_bq, cis_br)
-        q_lat_bhc = torch.bmm(q_nope.transpose(0, 1), lw.w_uk).transpose(0, 1)
-        q_bhc = torch.cat([q_lat_bhc, q_rope], dim=-1)
         kv_btc = cache.kv[layer, :, :longest]
         allowed_bt = None
         if not uniform:
@@ -129,7 +126,10 @@ class CachedForward:
                 scores_bt = _index_scores_one(idx_q, keys_btd, self._index_weights(idx_w_bj))
                 if allowed_bt is not None:
                     scores_bt = scores_bt.masked_fill_(~allowed_bt, -torch.inf)
-                chosen = self._choose(topk_mask(scores_bt, cfg.index_topk))
+                far = longest > 2 * cfg.index_topk  # reading only the selected latents is cheaper than masking all
+                pick = topk_lower_index if far else topk_mask
+                selected = pick(scores_bt, cfg.index_topk)
+                chosen = (None, selected) if far else (selected, None)
             selected_bt, picks_bk = chosen
             if picks_bk is not None:
                 kv_btc = kv_btc.gather(1, picks_bk[:, :, None].expand(-1, -1, kv_btc.shape[-1]))
@@ -205,10 +205,12 @@ class CachedForward:
                     cache.index[lw.index_slot, :, :longest] = pad(idx_k)
             if last_only and layer == len(w.layers) - 1:
                 last_b = lengths_b.cumsum(0) - 1
-                x_nh = x_nh[last_b]
+                x_nh, q_lat, cis_br = x_nh[last_b], q_lat[last_b], cis_nr[last_b]
+                q_nope, q_rope = self._queries(lw, q_lat, cis_br)
+                q_bhc = torch.cat([torch.bmm(q_nope.transpose(0, 1), lw.w_uk).transpose(0, 1), q_rope], dim=-1)
                 chosen = self._chosen_last(masks, lengths_b) if lw.index_slot is None else None
                 out, _ = self._attend_cached(
-                    layer, lw, cache, q_lat[last_b], idx_w[last_b], cis_nr[last_b], lengths_b, longest, uniform, chosen
+                    layer, lw, cache, q_bhc, q_lat, idx_w[last_b], cis_br, lengths_b, longest, uniform, chosen
                 )
             else:
                 out, masks = self._attend_prompt(lw, q_lat, kv_nc, idx_k, idx_w, cis_nr, pad, masks)
@@ -247,22 +249,19 @@ class CachedForward:
         longest = max(lengths) + 1
         uniform = min(lengths) + 1 == longest
         cache.reserve(longest)
-        rows_b = torch.arange(len(lengths), device=ids_b.device)
+        slot_b = torch.arange(len(lengths), device=ids_b.device) * cache.capacity + lengths_b
         cis_br = rope_cis(lengths_b, cfg.qk_rope_head_dim, cfg.rope_theta)
         x_bh = w.embed[ids_b]
         counts_b, chosen = lengths_b + 1, None
         for layer, lw in enumerate(w.layers):
-            q_lat, kv_bc, idx_k, idx_w = self._project(lw, rms_norm(x_bh, lw.input_norm, cfg.rms_norm_eps), cis_br)
-            if uniform:
-                cache.kv[layer, :, longest - 1] = kv_bc
-            else:
-                cache.kv[layer].index_put_((rows_b, lengths_b), kv_bc)
-            if lw.index_slot is not None and uniform:
-                cache.index[lw.index_slot, :, longest - 1] = idx_k
-            elif lw.index_slot is not None:
-                cache.index[lw.index_slot].index_put_((rows_b, lengths_b), idx_k)
+            kv_mc = cache.kv[layer].view(-1, cache.kv.shape[-1])
+            q_bhc, q_lat, extra = mla_preprocess(x_bh, lw.preprocess(cfg.rms_norm_eps), cis_br, kv_mc, slot_b)
+            idx_k, idx_w = extra.split(lw.in_sizes[3:], dim=-1)
+            if lw.index_slot is not None:
+                keys_md = cache.index[lw.index_slot].view(-1, cache.index.shape[-1])
+                keys_md.index_copy_(0, slot_b, self._index_key(lw, idx_k, cis_br))
             out_bh, chosen = self._attend_cached(
-                layer, lw, cache, q_lat, idx_w, cis_br, counts_b, longest, uniform, chosen
+                layer, lw, cache, q_bhc, q_lat, idx_w, cis_br, counts_b, longest, uniform, chosen
             )
             x_bh = x_bh + out_bh
             x_bh = x_bh + self._mlp(lw, rms_norm(x_bh, lw.post_norm, cfg.rms_norm_eps))

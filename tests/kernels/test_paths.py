@@ -11,6 +11,7 @@ from kernels import paths
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.setattr(paths, "_chosen", {})
+    monkeypatch.setattr(paths, "_known", {})
     monkeypatch.delenv(paths.VARIABLE, raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -21,6 +22,7 @@ def test_defaults_by_device_and_dtype(monkeypatch):
     assert paths.choose("gathered_attention", "cuda", torch.bfloat16) == "triton"
     assert paths.choose("gathered_attention", "cuda", torch.float64) == "cpu"
     monkeypatch.setattr(paths, "triton_available", lambda: False)
+    monkeypatch.setattr(paths, "_known", {})
     assert paths.choose("gathered_attention", "cuda", torch.bfloat16) == "cpu"
 
 
