@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,12 +143,30 @@ def _tidy(text: str) -> str:
     return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).encode("utf-8", "ignore").decode("utf-8")
 
 
+class _Last(threading.local):
+    """Blocks of the page that this thread extracted last: `boilerplate` and `code_blocks` often want the same page next."""
+
+    body: bytes | None = None
+    charset: str = ""
+    page: Blocks | None = None
+
+
+_last = _Last()
+
+
+def _blocks(body: bytes, http_charset: str) -> Blocks:
+    if _last.page is not None and _last.body is body and _last.charset == http_charset:
+        return _last.page
+    return segment(decode_html(body, http_charset)[0])[0]
+
+
 def extract_page(body: bytes, http_charset: str = "") -> Extracted:
     """Main content of a page with its block structure kept as lines. NotText when the bytes are no page."""
     html, charset = decode_html(body, http_charset)
     if not _TAG.search(html):
         return Extracted(clean_text(html), "", "", charset)
     page, tree = segment(html)
+    _last.body, _last.charset, _last.page = body, http_charset, page
     lang = _LANG.search(_attributes(page, 1)) if len(page.elements) > 1 else None  # the html element, always the first
     title = " ".join((tree.title or "").split()).encode("utf-8", "ignore").decode("utf-8")
     text, code = render(page, choose(page))
@@ -268,8 +287,7 @@ def code_blocks(body: bytes, http_charset: str = "") -> list[tuple[str, str]]:
 
     Columns of line numbers are left out. NotText when the bytes are no page.
     """
-    page, _ = segment(decode_html(body, http_charset)[0])
-    found, pre = [], 0
+    page, found, pre = _blocks(body, http_charset), [], 0
     numbers = np.arange(len(page))
     for b in np.flatnonzero(page.stats[:, IN_PRE] > 0).tolist():
         if page.stats[b, IN_PRE] == pre:
@@ -284,7 +302,7 @@ def code_blocks(body: bytes, http_charset: str = "") -> list[tuple[str, str]]:
 
 def boilerplate(body: bytes, main: str, http_charset: str = "") -> str:
     """The lines of a page that are not part of its main content: menus, footers, forms - what a filter must learn."""
-    page, _ = segment(decode_html(body, http_charset)[0])
+    page = _blocks(body, http_charset)
     kept = {part.strip().removeprefix("- ") for line in main.splitlines() for part in (line, *line.split(" | "))}
     lines = (line.strip() for b in range(len(page)) for line in clean_text(page.string(b)).splitlines())
     return "\n".join(line for line in lines if line and line not in kept)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks import extract
 from tasks.extract import NotText, boilerplate, clean_text, code_blocks, decode_html, extract_page, render
 from tasks.extract_model import segment
 from tasks.extract_scan import hash_table, scan
@@ -264,3 +265,20 @@ def test_scorer_is_the_benchmarks():
 def test_f1_on_the_article_extraction_benchmark():
     scores = [precision_recall(extract_page(body).text, want) for _, body, want, _ in gold_pages()]
     assert summary(scores)[2] >= REQUIRED_F1
+
+
+def test_what_extraction_leaves_is_the_same_whether_the_page_was_extracted_before(monkeypatch):
+    body = _page().encode()
+    main = extract.extract_page(body).text
+    again = (extract.boilerplate(body, main), extract.code_blocks(body))
+    fresh = bytes(bytearray(body))  # equal bytes, another object: parsed anew
+    assert again == (extract.boilerplate(fresh, main), extract.code_blocks(fresh))
+    calls = []
+    monkeypatch.setattr(extract, "segment", lambda html: calls.append(html))
+    extract.boilerplate(body, main)
+    assert not calls  # no second parse of the page just extracted
+
+
+def _page() -> str:
+    text = "<p>" + "The sea was calm that day, and the boats went out before dawn. " * 5 + "</p>"
+    return f"<html><body><nav><a href=x>Home</a></nav>{text}<pre><code>a = 1\nb = 2</code></pre>{text}<footer>Imprint</footer></body></html>"
