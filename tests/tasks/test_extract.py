@@ -281,4 +281,5 @@ def test_what_extraction_leaves_is_the_same_whether_the_page_was_extracted_befor
 
 def _page() -> str:
     text = "<p>" + "The sea was calm that day, and the boats went out before dawn. " * 5 + "</p>"
-    return f"<html><body><nav><a href=x>Home</a></nav>{text}<pre><code>a = 1\nb = 2</code></pre>{text}<footer>Imprint</footer></body></html>"
+    code = "<pre><code>a = 1\nb = 2</code></pre>"
+    return f"<html><body><nav><a href=x>Home</a></nav>{text}{code}{text}<footer>Imprint</footer></body></html>"
