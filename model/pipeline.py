@@ -238,6 +238,13 @@ class Pipeline:
                 groups[name] = group
         return groups
 
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Another schedule of the same kind, for steps with another number of micro-batches."""
+        kind = lambda s: (s.ranks, s.virtual, s.split, any(op.kind == "R" for ops in s.ops for op in ops))  # noqa: E731
+        assert kind(schedule) == kind(self.schedule), "stages and gradients are built for another kind of schedule"
+        check(schedule)
+        self.schedule = schedule
+
     def _shape(self, work: Work, batches: Sequence[Batch], dtype: torch.dtype) -> Callable[[Op], tuple]:
         def shape(op: Op) -> tuple:
             size = (*batches[op.micro]["input_ids_bs"].shape, self.cfg.hidden_size)
@@ -250,7 +257,7 @@ class Pipeline:
     def run(
         self, work: Work, batches: Sequence[Batch], shares: Sequence[float], dtype: torch.dtype | None = None
     ) -> StepResult:
-        """Forward and backward of all micro-batches of this replica; gradients accumulate (none are cleared).
+        """Forward and backward of all micro-batches of this replica, from gradients that `clear` left.
 
         shares weigh the micro-batches' losses: their sum over all replicas is usually 1. dtype: of the activations.
         """
@@ -292,6 +299,12 @@ class Pipeline:
                 tensor = torch.tensor(values)
                 counts[layer] = counts[layer] + tensor if layer in counts else tensor
         return StepResult(loss, dict(logs), [counts[k].to(self.device) for k in sorted(counts)])
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for param in self.local.parameters():
+            param.grad = None
+        self.gradients.clear()
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """This rank's gradients by name, whole; with shards a collective call over the data-parallel group."""

@@ -238,7 +238,7 @@ class ModelStage:
                 now.root = now.root if now.root.requires_grad else None
         for key, value in logs.items():
             self.logs[key] += float(value) * now.share
-        for layer, counts_e in counts.items():
+        for layer, counts_e in counts.items() if now.share else ():  # a micro-batch that fills up a step does not count
             self.counts[layer] = self.counts[layer] + counts_e if layer in self.counts else counts_e
         return None if out is None else out.detach()
 

@@ -9,6 +9,7 @@ Check it:  python -m pytest tests/tasks/test_objectives.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,25 +62,35 @@ class LanguageModeling:
     index_coef: float = 1.0
     row_seed: int = 0
 
+    def depth_at(self, step: int) -> int:
+        """MTP steps that this optimizer step unrolls."""
+        return self.mtp_depth if (step + 1) % self.mtp_every == 0 else 0
+
+    def head_loss(
+        self, model: nn.Module, hidden_bsh: Tensor, mtp_hidden: Sequence[Tensor], targets_bs: Tensor, step: int
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The output layers' terms: main loss and MTP losses of hidden states [B,S,H] (a pipeline's last stage has no others)."""
+        loss = main = cross_entropy(model, hidden_bsh, targets_bs)
+        logs: dict[str, Any] = {"lm_loss": main.detach()}
+        if mtp_hidden:
+            parts = [
+                cross_entropy(model, hidden, shift_targets(targets_bs, k)) for k, hidden in enumerate(mtp_hidden, 1)
+            ]
+            late = self.mtp_late_step is not None and step >= self.mtp_late_step
+            loss = loss + (self.mtp_late_lambda if late else self.mtp_lambda) * torch.stack(parts).mean()
+            logs |= {f"mtp_loss_{k}": part.detach() for k, part in enumerate(parts, 1)}
+        return loss, logs
+
     def __call__(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, dict[str, Any]]:
-        depth = self.mtp_depth if (step + 1) % self.mtp_every == 0 else 0
         out = model(
             batch["input_ids_bs"],
             attention=self.attention,
             index_loss_rows=self.index_rows,
             rows_seed=self.row_seed + step,
-            mtp_depth=depth,
+            mtp_depth=self.depth_at(step),
         )
-        targets_bs = batch["targets_bs"]
-        loss = main = cross_entropy(model, out.hidden_bsh, targets_bs)
-        logs: dict[str, Any] = {"lm_loss": main.detach(), "router_counts": out.router_counts}
-        if depth:
-            parts = [
-                cross_entropy(model, hidden, shift_targets(targets_bs, k)) for k, hidden in enumerate(out.mtp_hidden, 1)
-            ]
-            late = self.mtp_late_step is not None and step >= self.mtp_late_step
-            loss = loss + (self.mtp_late_lambda if late else self.mtp_lambda) * torch.stack(parts).mean()
-            logs |= {f"mtp_loss_{k}": part.detach() for k, part in enumerate(parts, 1)}
+        loss, logs = self.head_loss(model, out.hidden_bsh, out.mtp_hidden, batch["targets_bs"], step)
+        logs["router_counts"] = out.router_counts
         if self.balance_coef and out.aux_loss is not None:
             loss = loss + self.balance_coef * out.aux_loss
             logs["balance_loss"] = out.aux_loss.detach()
