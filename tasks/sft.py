@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 
 from tasks.init_from import starting_checkpoint
+from tasks.model_parallel import apply_parallelism
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler
 from tasks.sequence_balance import Cost, sequence_cost, share
@@ -145,6 +146,7 @@ def run(stage: Stage) -> None:
     source, data_dir = starting_checkpoint(stage), stage.dep("data/sft_data")
     train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
     model = load_checkpoint(source).to(pick_device())
+    layout = apply_parallelism(model, config.parallel, ranks)
     # the indexer keeps what the DSA stages taught it: nothing here trains it
     optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))
     steps = max(1, round(config.epochs * len(train) / config.batch_samples))
@@ -158,10 +160,11 @@ def run(stage: Stage) -> None:
 
     def batches(step: int) -> list[Batch]:
         order = stage.rng_seed("order")
-        share_of = (ranks.rank, ranks.world, config.loop.balance, cost)
+        share_of = (layout.data_rank, layout.data_world, config.loop.balance, cost)
         found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, *share_of)
-        if text is not None and step % replay.every == 0 and ranks.rank < replay.rows:
-            arrays = text.batch(step // replay.every * replay.rows, replay.rows, ranks.rank, ranks.world)
+        if text is not None and step % replay.every == 0 and layout.data_rank < replay.rows:
+            first = step // replay.every * replay.rows
+            arrays = text.batch(first, replay.rows, layout.data_rank, layout.data_world)
             found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
         return found
 
@@ -179,8 +182,10 @@ def run(stage: Stage) -> None:
         settings=config.loop,
         evaluate=lambda m, step: heldout_losses(m, heldout, config.micro_tokens),
         parallel=config.parallel,
+        layout=layout,
     )
     losses = trainer.run()
+    model = layout.whole_model(model)
     if not ranks.is_writer:
         return
     save_checkpoint(model, stage.out("data/sft"), tokenizer_dir=source)

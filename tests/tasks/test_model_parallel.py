@@ -5,6 +5,7 @@ python -m pytest tests/tasks/test_model_parallel.py
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from model.muon import OptimConfig, build_optimizer
 from tasks.model_parallel import Layout, apply_parallelism
@@ -13,6 +14,7 @@ from tasks.parallel import Parallel, ParallelSettings, current
 from tasks.settings import GuardSettings, LoopSettings
 from tasks.trainer import Trainer, split_batch
 from tests.model.ranks import run_ranks
+from tests.tasks import rank_workspace as ws
 from tests.tasks.lm_case import micro_model, random_ids
 from tests.tasks.test_parallel import FakeStage, Stopped, far, in_float64
 
@@ -125,6 +127,18 @@ def test_a_run_goes_on_without_and_with_expert_parallelism(tmp_path):
     compare([train(0, 1, tmp_path / "a", {})], whole)
     assert train(0, 1, tmp_path / "b", {"stop": 3}) is None
     compare([f["b"] for f in run_ranks(2, many, tmp_path, {"b": TWO["expert"]})], whole)
+
+
+@pytest.mark.slow
+def test_a_stage_with_spread_experts_and_sequences_writes_the_model_of_one_process(tmp_path):
+    config = {"tokens": 6 * 4 * 32, "mtp": {"depth": 1}, "save_optimizer": True, "loop": {"log_every": 1}}
+    bases = [ws.workspace(tmp_path / name, **config) for name in ("one", "two")]
+    ws.spread_over(bases[1], processes=2, expert=2, context=2)
+    for base in bases:
+        ws.finish(ws.start(base))
+    for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
+        one, two = (load_file(base / ws.OUT / file) for base in bases)
+        assert one.keys() == two.keys() and far(two, one) < 1e-4, file
 
 
 def test_what_does_not_divide_is_refused_by_name():
