@@ -73,8 +73,11 @@ class _Gathered(torch.autograd.Function):
     """Rows are flattened over the batch; each chunk gathers its latents, and the backward gathers them again."""
 
     @staticmethod
-    def _gather(kv_mc, index_nk, rows):
-        return kv_mc.index_select(0, index_nk[rows].reshape(-1)).view(-1, index_nk.shape[1], kv_mc.shape[1])
+    def _gather(kv_mc, index_nk, rows, buffer_xc):
+        """One chunk's latents [rows, k, c], in the buffer: page faults of a fresh tensor cost more than the copy."""
+        flat = index_nk[rows].reshape(-1)
+        out = torch.index_select(kv_mc, 0, flat, out=buffer_xc[: len(flat)])
+        return out.view(-1, index_nk.shape[1], kv_mc.shape[1])
 
     @staticmethod
     def _probs(q_rhc, gathered_rkc, valid_rk, full: bool, out=None):
@@ -93,9 +96,10 @@ class _Gathered(torch.autograd.Function):
         keep = any(ctx.needs_input_grad) and heads * index_nk.numel() <= KEPT_ELEMENTS
         probs_nhk = q_nhc.new_empty(n, heads, index_nk.shape[1]) if keep else None
         full = [bool(part.all()) for part in valid_nk.split(rows_per_chunk)]
+        buffer_xc = kv_mc.new_empty(rows_per_chunk * index_nk.shape[1], kv_mc.shape[1])
         for c, a in enumerate(range(0, n, rows_per_chunk)):
             rows = slice(a, a + rows_per_chunk)
-            gathered = _Gathered._gather(kv_mc, index_nk, rows)
+            gathered = _Gathered._gather(kv_mc, index_nk, rows, buffer_xc)
             out = probs_nhk[rows] if keep else None
             probs = _Gathered._probs(scaled_nhc[rows], gathered, valid_nk[rows], full[c], out)
             torch.bmm(probs, gathered[..., :value_dim], out=out_nhv[rows])
@@ -109,10 +113,12 @@ class _Gathered(torch.autograd.Function):
         value_dim, scale, rows_per_chunk, full = ctx.rest
         n, heads, c_dim = scaled_nhc.shape
         dq_nhc, dkv_mc = torch.empty_like(scaled_nhc), torch.zeros_like(kv_mc)
+        buffer_xc = kv_mc.new_empty(rows_per_chunk * index_nk.shape[1], c_dim)
+        dbuffer_rkc = torch.empty_like(buffer_xc).view(rows_per_chunk, -1, c_dim)
         right_nxc = torch.cat([scaled_nhc, F.pad(dout_nhv, (0, c_dim - value_dim))], dim=1)
         for c, a in enumerate(range(0, n, rows_per_chunk)):
             rows = slice(a, a + rows_per_chunk)
-            gathered = _Gathered._gather(kv_mc, index_nk, rows)
+            gathered = _Gathered._gather(kv_mc, index_nk, rows, buffer_xc)
             if probs_nhk is None:
                 probs = _Gathered._probs(scaled_nhc[rows], gathered, valid_nk[rows], full[c])
             else:
@@ -122,7 +128,7 @@ class _Gathered(torch.autograd.Function):
             torch.bmm(dlogits, gathered, out=dq_nhc[rows])
             # dlogits^T q + probs^T dout in one product: an in-place baddbmm into columns would run row by row.
             left_rxk = torch.cat([dlogits, probs], dim=1)
-            dgathered = torch.bmm(left_rxk.transpose(1, 2), right_nxc[rows])
+            dgathered = torch.bmm(left_rxk.transpose(1, 2), right_nxc[rows], out=dbuffer_rkc[: len(left_rxk)])
             dkv_mc.index_add_(0, index_nk[rows].reshape(-1), dgathered.flatten(0, 1))
         return dq_nhc.mul_(scale), dkv_mc, None, None, None, None, None
 
@@ -152,7 +158,7 @@ def gathered_attention(q_bshc, kv_btc, index_bsk, valid_bsk, value_dim: int, sca
 
         flat = (t.flatten(0, 1) for t in (q_bshc, kv_btc, index_bsk + offset_b11, valid_bsk))
         return sparse_attention(*flat, value_dim, scale)[0].unflatten(0, (batch, size))
-    rows_per_chunk = max(16, GATHER_ELEMENTS // (k * kv_btc.shape[2]))
+    rows_per_chunk = max(4, GATHER_ELEMENTS // (k * kv_btc.shape[2]))
     out_nhv = _Gathered.apply(
         q_bshc.flatten(0, 1),
         kv_btc.flatten(0, 1),

@@ -207,11 +207,12 @@ def roofline(shape: Shape, size: int = 8192, topk: int = 256, rows_measured: int
         scores = [index_scores(iq[:, a:b], ik[:, :b], iw[:, a:b]) for a, b in rows]
         index = torch.cat([topk_lower_index(x, topk) for x in scores], 1)[0]
     n = rows_measured
-    step = max(16, kernel.GATHER_ELEMENTS // (topk * s.c))
+    step = max(4, kernel.GATHER_ELEMENTS // (topk * s.c))
     starts = range(0, n, step)
     chunk = [slice(first + a, first + min(a + step, n)) for a in starts]
     flat = [index[a : a + step].reshape(-1) for a in starts]
     gathered = kv.index_select(0, flat[0]).view(-1, topk, s.c)
+    buffer = torch.empty_like(gathered).flatten(0, 1)
     probs = torch.bmm(q[chunk[0]], gathered.transpose(1, 2)).softmax(-1)
     logits = torch.randn_like(probs)
     left, right = torch.cat([logits, probs], 1), torch.cat([q[chunk[0]], F.pad(dout[chunk[0]], (0, s.rope))], 1)
@@ -235,7 +236,7 @@ def roofline(shape: Shape, size: int = 8192, topk: int = 256, rows_measured: int
             2 * s.index_heads * s.index_dim * seen, 4 * seen, 8 * row_chunk * size,
         ),
         "top-k": (lambda: [topk_lower_index(x, topk) for x in scores], 0, 4 * seen + 8 * topk, 4 * row_chunk * size),
-        "gather": (each(lambda i: kv.index_select(0, flat[i])), 0, 2 * moved, 4 * size * s.c + work),
+        "gather": (each(lambda i: torch.index_select(kv, 0, flat[i], out=buffer)), 0, 2 * moved, 4 * size * s.c + work),
         "q k": (each(lambda i: torch.bmm(q[chunk[i]], gathered.transpose(1, 2))), pair * s.c, moved + per_row + small, work),
         "softmax": (each(lambda i: logits.softmax(-1)), 0, 2 * small, 2 * small * step),
         "p v": (each(bmm(probs, gathered[..., : s.latent])), pair * s.latent, moved + per_row + small, work),

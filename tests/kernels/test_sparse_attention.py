@@ -52,7 +52,7 @@ def test_masked_equals_reference_with_gradients():
 
 @pytest.mark.parametrize("elements", [1, 1 << 19])
 def test_gathered_equals_reference_with_gradients(monkeypatch, elements):
-    monkeypatch.setattr(module, "GATHER_ELEMENTS", elements)  # 1: many chunks of 16 rows
+    monkeypatch.setattr(module, "GATHER_ELEMENTS", elements)  # 1: many chunks of 4 rows
     masks = selection()
     q, kv = doubles((2, 29, 3, 9), (2, 29, 9))
     index, valid = masks_to_index(masks, 6)
