@@ -41,6 +41,8 @@ class Router(nn.Module):
         """x [N,H] -> (scores [N,E], index int64 [N,k], weight [N,k]), at least fp32."""
         cfg = self.cfg
         x_f = x_nh if x_nh.dtype == torch.float64 else x_nh.float()
+        # The router decides in fp32 whatever the model computes in (notes A.1): its weights are never rounded either.
+        assert self.weight.dtype in (torch.float32, torch.float64), f"router weights are {self.weight.dtype}"
         scores_ne = F.linear(x_f, self.weight.to(x_f.dtype)).sigmoid()
         with torch.no_grad():
             choice_ne = scores_ne + self.e_score_correction_bias

@@ -137,7 +137,7 @@ def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa
         model = load_checkpoint(source)
     else:
         model = GlmMoeDsa(cfg).init_weights(stage.rng_seed("weights"))
-    padded = stage.config.starts_elsewhere(stage.spec) and model.cfg.vocab_size > tokens.vocab_size
+    padded = source is not None and model.cfg.vocab_size > tokens.vocab_size
     if model.cfg.vocab_size != tokens.vocab_size and not padded:  # released models pad their vocabulary
         raise ValueError(
             f"the model's vocabulary is {model.cfg.vocab_size} (params.yaml: model.vocab_size), the tokens' is "

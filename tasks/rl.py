@@ -5,22 +5,19 @@ python -m pytest tests/tasks/test_rl.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.cross_entropy import linear_logprobs
-from model.checkpoint import load_weights, save_checkpoint
 from model.losses import grpo_icepop_loss
 from model.muon import MuonSplit, OptimConfig, build_optimizer
-from tasks.files import atomic_dir
 from tasks.problems import Problem, sample
+from tasks.resume import ResumeStore
 from tasks.rollouts import Sample
 
 # (logp_theta [B, T], logp_rollout [B, T], advantages [B] or [B, T], mask [B, T]) -> (these rows' share of the loss, numbers)
@@ -152,21 +149,16 @@ def draw_problems(families: dict[str, Any], count: int, step: int, split: str = 
 
 
 def save_state(folder: Path, model: torch.nn.Module, optimizer: MuonSplit, step: int, **extra: Any) -> None:
-    """Replace the resume state in `folder`: weights, optimizer state, the next step, and JSON-able extras."""
-    with atomic_dir(Path(folder) / "state") as tmp:
-        save_checkpoint(model, tmp)
-        tensors = {name: tensor.contiguous() for name, tensor in optimizer.state_tensors().items()}
-        save_file(tensors or {"empty": torch.zeros(1)}, tmp / "optimizer.safetensors")
-        (tmp / "state.json").write_text(json.dumps({"step": step, **extra}))
+    """Write the resume state in `folder`: weights, optimizer state, the next step, and JSON-able extras. Two are kept."""
+    files = {"model": model.state_dict(), "optimizer": optimizer.state_tensors()}
+    ResumeStore(Path(folder), 2, print).save(step, files, {"step": step, **extra})
 
 
 def load_state(folder: Path, model: torch.nn.Module, optimizer: MuonSplit) -> dict[str, Any] | None:
-    """Restore `save_state` into model and optimizer; None when there is none. The dict holds step and the extras."""
-    state = Path(folder) / "state"
-    if not (state / "state.json").is_file():
+    """Restore the newest whole `save_state`; None when there is none. The dict holds step and the extras."""
+    found = ResumeStore(Path(folder), 2, print).load()
+    if found is None:
         return None
-    load_weights(model, state)
-    tensors = load_file(state / "optimizer.safetensors")
-    tensors.pop("empty", None)
-    optimizer.load_state_tensors(tensors)
-    return json.loads((state / "state.json").read_text())
+    model.load_state_dict(found.files["model"])
+    optimizer.load_state_tensors(found.files["optimizer"])
+    return found.state

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from tasks import documents
 from tasks.special_tokens import END_OF_TEXT, PAD_TOKEN, SPECIAL_TOKENS, STOP_TOKENS
-from tasks.stage import Stage, StageConfig
+from tasks.stage import FromCheckpoint, Stage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,7 +31,9 @@ _PATTERN = (
 )
 
 
-class Config(StageConfig):
+class Config(FromCheckpoint):
+    """init_from: a directory whose tokenizer.json is taken as it is; the settings of training then have no effect."""
+
     vocab_size: int = Field(2048, description="entries, the special tokens included")
     digits: Literal[1, 3] = Field(1, description="longest run of digits in one token")
     sample_mb: float = Field(10.0, gt=0, description="MB of text to train on, taken by a hash of the document ids")
@@ -195,6 +197,25 @@ def bytes_per_token(tokenizer: Tokenizer, pieces: Iterable[tuple[str, str]]) -> 
     return {d: round(b / max(1, t), 4) for d, (b, t) in sorted(totals.items())}
 
 
+def adopt(directory: Path) -> Tokenizer:
+    """A published tokenizer, for data that is to fit a published checkpoint (tasks/init_from.py).
+
+    ValueError unless it has every special token of the line and all 256 bytes, as GLM's own has.
+    """
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"tokenizer.init_from: {directory} has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    lacking = [t for t in SPECIAL_TOKENS if tokenizer.token_to_id(t) is None]
+    if lacking:
+        raise ValueError(f"tokenizer.init_from: {path} lacks the special tokens {', '.join(lacking)}")
+    if any(tokenizer.token_to_id(c) is None for c in byte_alphabet().values()):
+        raise ValueError(f"tokenizer.init_from: {path} is not byte-level: some of the 256 bytes have no token")
+    return tokenizer
+
+
 def run(stage: Stage) -> None:
     config: Config = stage.config
     source = stage.dep("data/decontaminate")
@@ -209,12 +230,17 @@ def run(stage: Stage) -> None:
     texts = pieces(config.sample_mb * 1e6, "train")
     if not texts:
         raise ValueError("tokenizer: data/decontaminate has no documents to train on")
+    start = config.starts_elsewhere(stage.spec)
     stage.seen(len(texts))
     size = sum(len(t.encode()) for _, t in texts)
-    stage.print(f"training on {len(texts)} documents, {size / 1e6:.1f} MB")
-    tokenizer = train((t for _, t in texts), config.vocab_size, config.digits)
+    if start:
+        stage.print(f"taking the tokenizer of {start}")
+        tokenizer = adopt(stage.root / start)
+    else:
+        stage.print(f"training on {len(texts)} documents, {size / 1e6:.1f} MB")
+        tokenizer = train((t for _, t in texts), config.vocab_size, config.digits)
     found = tokenizer.get_vocab_size()
-    if found < config.vocab_size:
+    if not start and found < config.vocab_size:
         stage.print(f"the sample has merges for {found} entries only, not the {config.vocab_size} asked for")
     out = stage.out("data/tokenizer")
     save(tokenizer, out, config.model_max_length)

@@ -104,3 +104,19 @@ def test_balance_loss_by_hand():
     scores = torch.tensor([[[0.6, 0.2, 0.1, 0.1], [0.4, 0.4, 0.1, 0.1]]])
     # counts (2,2,0,0), T=2: f = 4/(2*2) * counts = (2,2,0,0); P = (.5,.3,.1,.1); sum = 1.0 + 0.6
     assert moe._balance_loss(scores, torch.tensor([[2, 2, 0, 0]]), None).item() == pytest.approx(1.6)
+
+
+def test_the_router_decides_in_fp32_whatever_the_rest_computes_in():
+    """Inputs that differ below bf16's resolution of the score still get the fp32 order; rounded router weights are refused."""
+    moe = spread(MoE(micro()))
+    moe.experts.bfloat16()
+    moe.shared_experts.bfloat16()
+    x = torch.randn(3, 7, 48).bfloat16()
+    scores, index, weight = moe.gate(x.view(-1, 48))
+    exact = (x.view(-1, 48).double() @ moe.gate.weight.double().T).sigmoid()
+    assert scores.dtype == weight.dtype == torch.float32
+    assert (scores.double() - exact).abs().max() < 1e-6, "bf16 would be off by 1e-3"
+    assert moe(x)[0].dtype == torch.bfloat16
+    moe.gate.bfloat16()
+    with pytest.raises(AssertionError, match="router weights are torch.bfloat16"):
+        moe(x)

@@ -110,6 +110,10 @@ def test_state_resumes_to_the_same_weights(model, tmp_path):
     fresh = GlmMoeDsa(model.cfg)
     again = CONFIG.optimizer(fresh)
     assert load_state(tmp_path / "nowhere", fresh, again) is None
+    newest = tmp_path / "step-00000001/model.safetensors"
+    good = newest.read_bytes()
+    save_state(tmp_path, model, optimizer, 2, note="damaged below")
+    (tmp_path / "step-00000002/model.safetensors").write_bytes(good[:-3])
     state = load_state(tmp_path, fresh, again)
     assert state == {"step": 1, "note": "x"}
     update(fresh, again, samples, advantages, loss_of(4), CONFIG, 0.5)

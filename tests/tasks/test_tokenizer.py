@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from tasks import documents, tokenizer
 from tasks.special_tokens import SPECIAL_TOKENS
@@ -134,3 +135,30 @@ def test_metrics_tell_bytes_per_token_of_each_domain(stage_dir):
     assert set(metrics["bytes_per_token"]) == {"web", "code"} and all(
         v > 1 for v in metrics["bytes_per_token"].values()
     )
+
+
+def test_a_published_tokenizer_is_taken_as_it_is(stage_dir, tmp_path):
+    """tokenizer.init_from: the same ids as the directory's, its hash in the manifest; one without our tokens is refused."""
+    published = tmp_path / "release"
+    published.mkdir()
+    text = (stage_dir / "data/tokenizer/tokenizer.json").read_text()
+    (published / "tokenizer.json").write_text(text)
+    config = {"vocab_size": 300, "sample_mb": 0.1, "init_from": str(published)}
+
+    def run(out):
+        deps = {"data/decontaminate": stage_dir / "real"}
+        return run_stage_for_test(tokenizer, config, deps=deps, outs=["data/tokenizer"], tmp=tmp_path / out)
+
+    stage = run("a")
+    found = Tokenizer.from_file(str(tmp_path / "a/data/tokenizer/tokenizer.json"))
+    assert found.get_vocab() == Tokenizer.from_str(text).get_vocab() and found.get_vocab_size() == 512
+    assert "init_from" in stage.dep_hashes
+    broken = json.loads(text)
+    broken["added_tokens"] = [t for t in broken["added_tokens"] if t["content"] != "<|assistant|>"]
+    broken["model"]["vocab"].pop("<|assistant|>", None)
+    (published / "tokenizer.json").write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"lacks the special tokens <\|assistant\|>"):
+        run("b")
+    (published / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        run("c")
