@@ -9,7 +9,7 @@ Every attention module (model/block.py `build_attention` picks it by the layer's
         rows_br=None,           # int64 [B,R]: query rows of the indexer's KL loss; None asks for no loss
         row_weight_br=None,     # [B,R]: their weights, 0 for padding
         index_only=False,       # everything but the indexer's loss runs without gradient
-        shared_masks=None,      # the selection of the nearest DSA layer before (IndexShare); only shared layers read it
+        shared_masks=None,      # what the layer before returned as masks; only layers that share a selection (IndexShare) read it
     )
 
 out is [B,S,hidden]; index_loss a scalar, or None where there is no indexer; masks the selection in force as
@@ -22,6 +22,7 @@ Run its tests: `python -m pytest tests/model/test_attention.py`
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -115,17 +116,27 @@ class MLAProjections(nn.Module):
         return q_bshd, *self.expand_kv(*self.project_kv_latent(x_bsh, cis_bsr))
 
 
+@dataclass
+class Shared:
+    """What a layer with an indexer hands to the layers it serves where they add to its loss (index_share_loss "served")."""
+
+    masks: list[torch.Tensor] | SelectedKeys | None
+    scores_brt: torch.Tensor  # its index scores of the loss's rows, with gradient
+
+
 class MLA(MLAProjections):
     """Full MLA, dense or under DSA; with indexer=False it shares the selection of an earlier layer (IndexShare).
 
     Cache per token for decoding: c_kv [kv_lora_rank] and k_rope [qk_rope_head_dim] (project_kv_latent), and the indexer's key
-    (indexer.keys). An indexer learns from its own layer's attention, also where later layers share its selection: they add no
-    loss, so warm-up and sparse stage cost and mean the same as without sharing. (arXiv 2603.12201 instead averages the
-    attention of all layers that an indexer serves; GLM-5.2's own target is not published.)
+    (indexer.keys). loss_share (ModelConfig.index_loss_share): by default an indexer learns from its own layer's attention, also
+    where later layers share its selection, as Megatron-LM trains it; GLM-5.2's own target is not published. Under
+    index_share_loss "served" the layers of a group each add KL(p || softmax(I)) against its one indexer, divided by their
+    number: the gradient of the KL against the average of their p (arXiv 2603.12201), a value larger by a constant.
     """
 
-    def __init__(self, cfg: ModelConfig, indexer: bool = True):
+    def __init__(self, cfg: ModelConfig, indexer: bool = True, loss_share: float = 1.0):
         super().__init__(cfg)
+        self.loss_share, self.hands_on = loss_share, loss_share not in (0.0, 1.0)
         self.topk = cfg.index_topk
         self.indexer = Indexer(cfg) if indexer else None
 
@@ -138,9 +149,12 @@ class MLA(MLAProjections):
         rows_br: torch.Tensor | None = None,
         row_weight_br: torch.Tensor | None = None,
         index_only: bool = False,
-        shared_masks: list[torch.Tensor] | SelectedKeys | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | SelectedKeys | None]:
+        shared_masks: list[torch.Tensor] | SelectedKeys | Shared | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | SelectedKeys | Shared | None]:
         """See the module's docstring. A layer that shares must be given the masks wherever the layer before selected."""
+        scores_brt = None  # of this layer's indexer, or of the one that serves it
+        if isinstance(shared_masks, Shared):
+            shared_masks, scores_brt = shared_masks.masks, shared_masks.scores_brt
         path = attention_path(x_bsh.shape[1], self.topk) if attention == "sparse" else "dense"
         with torch.no_grad() if index_only else nullcontext():
             both = F.linear(x_bsh, torch.cat([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]))
@@ -170,10 +184,12 @@ class MLA(MLAProjections):
                     o_bhsv = dense_attention(q, k, v, self.softmax_scale)
                 out_bsh = self.output(o_bhsv.transpose(1, 2))
         loss = None
-        if rows_br is not None and self.indexer is not None:
-            loss = self._index_loss(
-                x_bsh.detach(), c_q.detach(), cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br
-            )
+        if rows_br is not None and self.loss_share:
+            if self.indexer is not None:
+                scores_brt = self._row_scores(x_bsh.detach(), c_q.detach(), cis_bsr, rows_br)
+            loss = self._index_loss(scores_brt, q_bshd, k_bthd, masks, rows_br, row_weight_br)
+            if self.hands_on:
+                return out_bsh, loss * self.loss_share, Shared(masks, scores_brt)
         return out_bsh, loss, masks
 
     def _gathered(self, q_nope_bshn, q_rope_bshr, c_kv_btc, k_rope_btr, masks) -> torch.Tensor:
@@ -185,9 +201,17 @@ class MLA(MLAProjections):
         latent_bshc = gathered_attention(q_bshc, kv_btc, index_bsk, valid_bsk, self.kv_lora, self.softmax_scale)
         return torch.einsum("bshc,hvc->bshv", latent_bshc, w_uv_hvc)
 
-    def _index_loss(self, x_bsh, c_q_bsr, cis_bsr, q_bshd, k_bthd, masks, rows_br, row_weight_br) -> torch.Tensor:
+    def _row_scores(self, x_bsh, c_q_bsr, cis_bsr, rows_br) -> torch.Tensor:
+        """Index scores [B,R,T] of the given rows, with gradient."""
+        pick = torch.arange(len(x_bsh), device=rows_br.device)[:, None]
+        cis_rows = cis_bsr.expand(len(x_bsh), -1, -1)[pick, rows_br]
+        with torch.enable_grad():
+            keys_bsd = self.indexer.keys(x_bsh, cis_bsr)
+            return self.indexer.scores(c_q_bsr[pick, rows_br], x_bsh[pick, rows_br], cis_rows, keys_bsd)
+
+    def _index_loss(self, scores_brt, q_bshd, k_bthd, masks, rows_br, row_weight_br) -> torch.Tensor:
         """KL(p || softmax(I)) averaged over the given rows; the key set is all s <= t (masks None) or the row's selection."""
-        batch, size = x_bsh.shape[:2]
+        batch, size = q_bshd.shape[:2]
         pick = torch.arange(batch, device=rows_br.device)[:, None]
         if masks is None:
             allowed_brt = torch.arange(size, device=rows_br.device) <= rows_br[..., None]
@@ -199,10 +223,7 @@ class MLA(MLAProjections):
             for c, mask in enumerate(masks):
                 b, r = (rows_br // chunk == c).nonzero(as_tuple=True)
                 allowed_brt[b, r, : mask.shape[2]] = mask[b, rows_br[b, r] - c * chunk]
-        cis_rows = cis_bsr.expand(batch, -1, -1)[pick, rows_br]
+        mass = attention_mass(q_bshd.detach()[pick, rows_br], k_bthd.detach(), allowed_brt, self.softmax_scale)
         with torch.enable_grad():
-            keys_bsd = self.indexer.keys(x_bsh, cis_bsr)
-            scores = self.indexer.scores(c_q_bsr[pick, rows_br], x_bsh[pick, rows_br], cis_rows, keys_bsd)
-            mass = attention_mass(q_bshd.detach()[pick, rows_br], k_bthd.detach(), allowed_brt, self.softmax_scale)
-            kl_br = index_kl(scores, mass, allowed_brt)
+            kl_br = index_kl(scores_brt, mass, allowed_brt)
             return (kl_br * row_weight_br).sum() / row_weight_br.sum().clamp(min=1)

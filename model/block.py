@@ -26,7 +26,7 @@ def build_attention(cfg: ModelConfig, layer: int) -> nn.Module:
     """The attention module of a layer (model/attention.py describes the interface); layers from num_hidden_layers on are MTP."""
     mla = cfg.attention == "mla"
     if cfg.kind(layer) == "full":
-        return MLA(cfg, indexer=cfg.has_indexer(layer)) if mla else GQA(cfg)
+        return MLA(cfg, indexer=cfg.has_indexer(layer), loss_share=cfg.index_loss_share(layer)) if mla else GQA(cfg)
     kinds = {
         "swa": (SlidingMLA, SlidingGQA),
         "gdn": (GdnMLA, GdnGQA),

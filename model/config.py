@@ -18,6 +18,7 @@ OUR_FIELDS = (
     "linear_conv_kernel_dim",
     "simple_gdn_decay",
     "indexer_types",
+    "index_share_loss",
 )
 
 
@@ -28,7 +29,8 @@ class ModelConfig:
     attention: "mla", or "gqa" (num_key_value_heads groups of head_dim, of which the first qk_rope_head_dim are rotated).
     layer_types: per backbone layer "full", "swa" (the last sliding_window keys), "gdn" or "simple_gdn"; None is all full.
     indexer_types: "full" or "shared" per backbone layer (GLM-5.2): shared layers reuse the keys that the nearest full layer
-    before them selected. MLA-256 and plain MLA are the same class with other numbers of heads and head dimensions.
+    before them selected; index_share_loss: an indexer learns from its "own" layer's attention, or from that of all layers
+    "served" by it (arXiv 2603.12201). MLA-256 and plain MLA are the same class with other numbers of heads and head dimensions.
     """
 
     vocab_size: int = 154880
@@ -70,6 +72,7 @@ class ModelConfig:
     linear_conv_kernel_dim: int = 4
     simple_gdn_decay: str = "none"
     indexer_types: tuple[str, ...] | None = None
+    index_share_loss: str = "own"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -97,7 +100,11 @@ class ModelConfig:
 
     def _check_attention(self) -> None:
         """The fields of the attention variants: values, lengths, and what excludes what. Equal to the default becomes None."""
-        for name, allowed in (("attention", ("mla", "gqa")), ("simple_gdn_decay", ("none", "fixed"))):
+        for name, allowed in (
+            ("attention", ("mla", "gqa")),
+            ("simple_gdn_decay", ("none", "fixed")),
+            ("index_share_loss", ("own", "served")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"model.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name, allowed in (("layer_types", LAYER_TYPES), ("indexer_types", INDEXER_TYPES)):
@@ -163,6 +170,15 @@ class ModelConfig:
             return False
         return self.indexer_types is None or layer >= self.num_hidden_layers or self.indexer_types[layer] == "full"
 
+    def index_loss_share(self, layer: int) -> float:
+        """Weight of a layer's KL term in the indexer's loss: 1 / layers served, or under "own" 1 for full and 0 for shared."""
+        if self.indexer_types is None or layer >= self.num_hidden_layers:
+            return 1.0
+        if self.index_share_loss == "own":
+            return float(self.indexer_types[layer] == "full")
+        groups = [sum(kind == "full" for kind in self.indexer_types[: i + 1]) for i in range(self.num_hidden_layers)]
+        return 1.0 / groups.count(groups[layer])
+
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values: of GQA, or all of them."""
@@ -207,6 +223,8 @@ class ModelConfig:
             return {"model_type": OUR_MODEL_TYPE, **values, **ours, "hidden_act": "silu", "rope_parameters": rope}
         if self.indexer_types is not None:
             values["indexer_types"] = list(self.indexer_types)
+            if self.index_share_loss != "own":
+                values["index_share_loss"] = self.index_share_loss
         return {
             "architectures": ["GlmMoeDsaForCausalLM"],
             "model_type": "glm_moe_dsa",
@@ -243,6 +261,7 @@ class ModelConfig:
         values = {key: value for key, value in config.items() if key in fields}
         if config["model_type"] == "glm_moe_dsa":
             values["indexer_types"] = _indexer_types(config)
+            values["index_share_loss"] = config.get("index_share_loss", "own")
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
             raise ValueError("config.json has no rope_theta (rope_parameters.rope_theta)")

@@ -153,6 +153,10 @@ def set_context(model: nn.Module, context: Context | None) -> nn.Module:
     kinds = {type(layer.self_attn).__name__ for layer in model.model.layers}
     if context is not None and not kinds <= {"MLA", "ContextMLA"}:
         raise ValueError(f"context parallelism spreads full MLA only; this model has {', '.join(sorted(kinds))}")
+    if context is not None and any(getattr(layer.self_attn, "hands_on", False) for layer in model.model.layers):
+        raise ValueError(
+            "context parallelism does not train indexers under model.index_share_loss 'served', only 'own'"
+        )
     for module in model.modules():
         # The class is exchanged in place, as torch's fully_shard does: the module and its parameters stay the same objects.
         if type(module) in plain and context is not None:
