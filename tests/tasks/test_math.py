@@ -203,3 +203,32 @@ def test_units_that_are_done_are_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(math, "open_engine", lambda config: Idle(config.workers))
     run_stage_for_test(math, {"workers": 1}, **given)
     assert len(list(documents.read_documents(tmp_path / "data/math"))) == 2
+
+
+@pytest.mark.slow
+def test_ray_changes_no_byte(tmp_path):
+    pytest.importorskip("ray")
+    real, own = tmp_path / "real", tmp_path / "own"
+    (real / "files/it").mkdir(parents=True)
+    rows = []
+    for name, text in (("a.rst", LESSON), ("b.rst", NOVEL), ("c.rst", LESSON + NOVEL), ("d.rst", "short")):
+        (real / "files/it" / name).write_text(text)
+        row = {
+            "item": "it",
+            "version": "1",
+            "path": f"files/it/{name}",
+            "kind": "rst",
+            "domain": "math",
+            "licence": "MIT",
+        }
+        rows.append(row | {"member": name, "use": "train", "bytes": len(text), "sha256": "", "url": ""})
+    pq.write_table(pa.Table.from_pylist(rows), real / "index.parquet")
+    write_records(own, [Record("r0", "pdf", make_pdf([LESSON_PAGE]), path="b.pdf", source="mine")])
+    outs = []
+    for engine in ("local", "ray"):
+        given = {"deps": {"data/acquire": real, "data/ingest": own}, "outs": ["data/math"], "tmp": tmp_path / engine}
+        run_stage_for_test(math, {"engine": engine, "workers": 2}, **given)
+        out = tmp_path / engine / "data/math"
+        files = sorted(p.relative_to(out) for p in out.rglob("*") if p.is_file() and p.name != "manifest.json")
+        outs.append({name: (out / name).read_bytes() for name in files})
+    assert outs[0] == outs[1] and len(outs[0]) > 3
