@@ -1,17 +1,18 @@
 """MLA with DSA when a sequence is spread over ranks (model/context_parallel.py): the same numbers as model.attention.MLA.
 
 x and cis are those of this rank's tokens; rows and row weights of the indexer's loss are those of the whole sequence; masks
-cover this rank's rows, chunk by chunk, over the keys of the whole sequence.
+cover this rank's rows over the keys of the whole sequence: chunk by chunk, or as indices on the gathered path.
 
 Run its tests: `python -m pytest tests/model/test_context_parallel.py`
 """
 
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 
-from kernels.indexer import ROW_CHUNK, attention_mass, causal_mask, index_kl, index_scores
+from kernels.indexer import ROW_CHUNK, SelectedKeys, attention_mass, causal_mask, index_kl, index_scores
 from kernels.sparse_attention import (
     attention_path,
     dense_attention,
@@ -27,12 +28,12 @@ DENSE_CHUNK = 256  # query rows whose causal mask is written out at a time
 
 
 @torch.no_grad()
-def select_local(q_bqnd, keys_btd, w_bqn, topk: int, pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
+def select_local(q_bqnd, keys_btd, w_bqn, topk: int, pieces: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
     """DSA selection of the query rows in `pieces` ([first, last) in the sequence, rows in that order) over all keys.
 
     bool [B, rows, stop] per chunk of rows; the keys are those of kernels.indexer.select_keys.
     """
-    masks, row = [], 0
+    row = 0
     for first, last in pieces:
         for start in range(first, last, ROW_CHUNK):
             stop = min(start + ROW_CHUNK, last)
@@ -40,11 +41,21 @@ def select_local(q_bqnd, keys_btd, w_bqn, topk: int, pieces: list[tuple[int, int
             row = rows.stop
             causal = causal_mask(start, stop, stop, q_bqnd.device)
             if stop <= topk:
-                masks.append(causal.expand(q_bqnd.shape[0], -1, -1))
+                yield causal.expand(q_bqnd.shape[0], -1, -1)
                 continue
             scores = index_scores(q_bqnd[:, rows], keys_btd[:, :stop], w_bqn[:, rows])
-            masks.append(topk_mask(scores.masked_fill_(~causal, float("-inf")), topk) & causal)
-    return masks
+            yield topk_mask(scores.masked_fill_(~causal, float("-inf")), topk) & causal
+
+
+def as_index(masks: Iterable[torch.Tensor], topk: int) -> SelectedKeys:
+    """The chunks of a selection as indices [B,Q,topk], one chunk's mask at a time: memory linear in the length."""
+    index, valid = [], []
+    for mask in masks:
+        index_brk, valid_brk = masks_to_index([mask], topk)
+        room = topk - index_brk.shape[-1]  # chunks at the sequence's start have fewer keys
+        index.append(F.pad(index_brk, (0, room)))
+        valid.append(F.pad(valid_brk, (0, room)))
+    return SelectedKeys(torch.cat(index, dim=1), torch.cat(valid, dim=1))
 
 
 class ContextMLA(MLA):
@@ -61,8 +72,8 @@ class ContextMLA(MLA):
         rows_br: torch.Tensor | None = None,
         row_weight_br: torch.Tensor | None = None,
         index_only: bool = False,
-        shared_masks: list[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | None]:
+        shared_masks: list[torch.Tensor] | SelectedKeys | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor] | SelectedKeys | None]:
         context = self.context
         path = attention_path(context.size, self.topk) if attention == "sparse" else "dense"
         learns = rows_br is not None and self.indexer is not None
@@ -83,7 +94,9 @@ class ContextMLA(MLA):
             masks = shared_masks
             if self.indexer is not None:
                 q_index, w = self.indexer.queries(c_q.detach(), cis_bsr), self.indexer.weights(x_bsh.detach())
-                masks = select_local(q_index, keys, w, self.topk, context.segments)
+                chunks = select_local(q_index, keys, w, self.topk, context.segments)
+                indices = path == "gathered" or context.form == "ulysses"
+                masks = as_index(chunks, self.topk) if indices else list(chunks)
             assert masks is not None, "a layer that shares a selection ran without one"
         with frozen():
             if context.form == "ulysses":
@@ -160,9 +173,7 @@ class ContextMLA(MLA):
             return self.output(context.to_tokens(o_bshv, self.heads))
         w_uk_hnc, w_uv_hvc = self.absorbed_weights()
         q_bshc = torch.cat([torch.einsum("bshn,hnc->bshc", q_nope, w_uk_hnc), q_rope], dim=-1)
-        index_bsk, valid_bsk = masks_to_index(masks, self.topk)
-        room = self.topk - index_bsk.shape[-1]  # ranks at the sequence's start may know of fewer keys
-        both = torch.cat([F.pad(index_bsk, (0, room)), F.pad(valid_bsk, (0, room)).long()], dim=-1)
+        both = torch.cat([masks.index, masks.valid.long()], dim=-1)
         index_btk, valid_btk = context.gather(both).split(self.topk, dim=-1)
         latent = gathered_attention(
             context.to_heads(q_bshc), kv_whole, index_btk, valid_btk.bool(), self.kv_lora, self.softmax_scale
@@ -186,6 +197,8 @@ class ContextMLA(MLA):
         rows_br = places_s[local_br]
         if masks is None:
             allowed_brt = torch.arange(size, device=rows_br.device) <= rows_br[..., None]
+        elif isinstance(masks, SelectedKeys):
+            allowed_brt = masks.allowed(local_br, size)
         else:
             allowed_brt = torch.zeros(*rows_br.shape, size, dtype=torch.bool, device=rows_br.device)
             start = 0

@@ -276,10 +276,11 @@ def run_lm(
     model = layout.whole_model(model)
     state = trainer.optimizer.state_tensors() if config.save_optimizer else {}  # all ranks gather it
     if not ranks.is_writer:
-        return results
+        return ranks.first(None)
     if not results or trainer.step != batch_size.steps:
         # Resumed after the last step, or an earlier checkpoint was the best: measure the weights that are written.
         evaluate(model.eval(), trainer.step)
+    ranks.first(results)
     out = stage.out(stage.spec.outs[0])
     tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else starting_checkpoint(stage)
     save_checkpoint(model, out, tokenizer)

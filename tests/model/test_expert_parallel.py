@@ -6,6 +6,7 @@ python -m pytest tests/model/test_expert_parallel.py
 import pytest
 import torch
 
+from model import all_to_all
 from model.all_to_all import make_route
 from model.expert_parallel import exchange_bytes, expert_shards, is_expert, local_experts, shard_experts, whole_experts
 from model.moe import MoE
@@ -126,6 +127,36 @@ def choice_matrices(model, world):
             handle.remove()
     assert all(len(rows) == world for rows in calls.values())
     return list(calls.values())
+
+
+def watched(rank, world):
+    """What happens in one MoE layer, in order."""
+    events = []
+
+    def launch(*args):
+        events.append("send")
+        return sending(*args)
+
+    def wait(pending):
+        events.append("wait")
+        return waiting(pending)
+
+    sending, waiting = all_to_all.launch, all_to_all.Pending.wait
+    all_to_all.launch, all_to_all.Pending.wait = launch, wait
+    moe = shard_experts(build("float32"), make_route()).model.layers[1].mlp
+    moe.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
+    moe.shared_experts.register_full_backward_hook(lambda *_: events.append("shared"))
+    x = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    out = moe(x)[0]
+    events.append("backward")
+    out.square().sum().backward()
+    return events
+
+
+def test_the_shared_expert_computes_while_tokens_travel_both_ways():
+    there, back = ["send", "shared", "wait", "send", "wait"], ["send", "wait", "send", "shared", "wait"]
+    for events in run_ranks(2, watched):
+        assert events == [*there, "backward", *back]
 
 
 def half_precision(rank, world):
