@@ -8,6 +8,7 @@ column grid, so that edges between bands run in the gaps between bands and colum
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -33,8 +34,20 @@ def _paths(items: list) -> list[str]:
     return [next(iter(item)) if isinstance(item, dict) else item for item in items or []]
 
 
+def _value(values: dict, found: re.Match) -> str:
+    """What a dotted key stands for; the text as it is when there is no such key."""
+    for part in found[1].split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return found[0] if values is None else str(values)
+
+
 def read_graph(path: Path) -> dict[str, Node]:
-    """Stages of a dvc.yaml, `foreach` over a mapping or a list expanded. ValueError when it has no stages."""
+    """Stages of a dvc.yaml, `foreach` over a mapping or a list expanded, `${a.b}` filled in from the params.yaml beside it.
+
+    ValueError when it has no stages.
+    """
+    params = Path(path).with_name("params.yaml")
+    values = yaml.safe_load(params.read_text(encoding="utf-8")) if params.is_file() else {}
     stages = (yaml.safe_load(Path(path).read_text()) or {}).get("stages")
     if not stages:
         raise ValueError(f"{path} declares no stages")
@@ -46,7 +59,8 @@ def read_graph(path: Path) -> dict[str, Node]:
         for key, item in variants.items():
 
             def fill(text: str, key: str = key, item: object = item) -> str:
-                return text.replace("${key}", str(key)).replace("${item}", str(item))
+                text = text.replace("${key}", str(key)).replace("${item}", str(item))
+                return re.sub(r"\$\{([\w.]+)\}", lambda found: _value(values, found), text)
 
             full = f"{name}@{key}" if each is not None else name
             outs = _paths(spec.get("outs")) + _paths(spec.get("metrics")) + _paths(spec.get("plots"))

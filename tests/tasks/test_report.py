@@ -54,7 +54,8 @@ stages:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     root = write_run(tmp_path_factory.mktemp("run"))
-    (root / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
+    for name in ("dvc.yaml", "params.yaml"):
+        (root / name).write_text((ROOT / name).read_text())
     return root
 
 
@@ -166,7 +167,8 @@ class Links(HTMLParser):
 
 def run_report(run_dir: Path, tmp: Path):
     (tmp / "dvc.yaml").parent.mkdir(parents=True, exist_ok=True)
-    (tmp / "dvc.yaml").write_text((run_dir / "dvc.yaml").read_text())
+    for name in ("dvc.yaml", "params.yaml"):
+        (tmp / name).write_text((run_dir / name).read_text())
     deps = {p: run_dir / p for p in ("metrics", "plots", "data/export", "data/web")}
     run_stage_for_test(report, {}, deps=deps, outs=["data/report"], tmp=tmp)
     return tmp / "data/report"
@@ -212,7 +214,8 @@ def test_a_partial_run_still_makes_a_page(run_dir, tmp_path):
     (tmp_path / "in/plots").mkdir()
     (tmp_path / "in/data/export").mkdir(parents=True)
     (tmp_path / "in/data/web").mkdir()
-    (tmp_path / "in/dvc.yaml").write_text((run_dir / "dvc.yaml").read_text())
+    for name in ("dvc.yaml", "params.yaml"):
+        (tmp_path / "in" / name).write_text((run_dir / name).read_text())
     (tmp_path / "in/metrics/web.json").write_text('{"documents": 3, "removed": {}}')
     html = (run_report(tmp_path / "in", tmp_path / "out") / "report.html").read_text()
     assert "Curation funnel" in html and "Quantization" not in html
@@ -237,3 +240,15 @@ def test_indexer_recall_is_shown_per_layer_and_stage(collected):
     rows = re.findall(r"<tr>.*?</tr>", page, re.S)
     assert len(rows) == 3 and all(part in rows[2] for part in ("layer 1", "51.0%", "91.0%", "50.0%"))
     assert recall_table(Collected()) == ""
+
+
+def test_paths_that_params_give_are_edges_too(tmp_path):
+    """`init_from` in a stage's deps: the edge is there when it names an upstream output, and gone when it does not."""
+    (tmp_path / "dvc.yaml").write_text(
+        "stages:\n  a: {cmd: x, outs: [data/a]}\n  b: {cmd: x, deps: ['${b.x.init_from}'], outs: [data/b]}\n"
+    )
+    for start, expected in (("data/a", {"a"}), ("/models/GLM-5", set())):
+        (tmp_path / "params.yaml").write_text(f"b: {{x: {{init_from: {start}}}}}\n")
+        assert edges(read_graph(tmp_path / "dvc.yaml"))["b"] == expected
+    (tmp_path / "params.yaml").unlink()
+    assert read_graph(tmp_path / "dvc.yaml")["b"].deps == ("${b.x.init_from}",)
