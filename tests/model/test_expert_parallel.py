@@ -11,6 +11,7 @@ from model.all_to_all import make_route
 from model.expert_parallel import exchange_bytes, expert_shards, is_expert, local_experts, shard_experts, whole_experts
 from model.moe import MoE
 from model.transformer import GlmMoeDsa
+from tasks.trainer import computing_in
 from tests.model.ranks import run_ranks
 from tests.model.sizes import micro, spread
 
@@ -160,15 +161,15 @@ def test_the_shared_expert_computes_while_tokens_travel_both_ways():
 
 
 def half_precision(rank, world):
-    model = shard_experts(build("float32").bfloat16(), make_route())
-    with torch.no_grad():
+    model = shard_experts(build("float32"), make_route())
+    with torch.no_grad(), computing_in(model, torch.bfloat16):
         return model(ids_of(rank), attention="dense").hidden_bsh
 
 
 def test_bf16_rows_travel_in_bf16():
-    model = build("float32").bfloat16()
+    model = build("float32")
     for rank, got in enumerate(run_ranks(2, half_precision)):
-        with torch.no_grad():
+        with torch.no_grad(), computing_in(model, torch.bfloat16):
             want = model(ids_of(rank), attention="dense").hidden_bsh
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.float(), want.float(), atol=3e-2, rtol=3e-2)
