@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tasks.special_tokens import END_OF_TEXT, FIM_TOKENS
 from tasks.stage import Stage, StageConfig
 from tasks.tokens import SPLITS, TokenWriter, document_split, token_byte_lengths, unit_hash
+from tasks.val_overlap import overlaps
 
 TOKENIZER = "data/tokenizer"
 CODE = "code"
@@ -62,6 +63,12 @@ class Config(StageConfig):
     fim_spm: float = Field(0.5, ge=0, le=1, description="share of those in suffix-prefix-middle order; the rest is PSM")
     max_mb: dict[str, float] = Field({}, description="cap per domain in MB of text (10^6 bytes); absent: everything")
     repeats: dict[str, Repeats] = Field({}, description="domain -> up- and down-sampling of its training documents")
+    max_val_overlap: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="validation documents of which training text holds more are left out; null: not searched",
+    )
     batch_documents: int = Field(256, ge=1, description="documents tokenized at once")
 
 
@@ -103,6 +110,14 @@ def _shares(stage: Stage, config: Config) -> dict[str, float]:
     return {d: min(1.0, mb * 1e6 / total[d]) for d, mb in config.max_mb.items() if total[d]}
 
 
+def _leaked(stage: Stage, config: Config) -> set[str]:
+    """Ids of the validation documents that stand in the training text too largely (tasks/val_overlap.py)."""
+    if config.max_val_overlap is None:
+        return set()
+    found = overlaps(lambda: _documents(stage), config.val_fraction)
+    return {identity for identity, share in found.items() if share > config.max_val_overlap}
+
+
 def _load_tokenizer(path: Path) -> Any:
     # The stage entry turns the tokenizer's own threads off; here they are the work, and their number changes no result.
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -120,7 +135,7 @@ def run(stage: Stage) -> None:
     if missing := sorted(t for t, i in special.items() if i is None):
         raise ValueError(f"{TOKENIZER}/tokenizer.json lacks the special tokens {', '.join(missing)}")
     prefix_id, middle_id, suffix_id = (special[t] for t in FIM_TOKENS)
-    shares = _shares(stage, config)
+    shares, leaked = _shares(stage, config), _leaked(stage, config)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     out = stage.out(stage.spec.outs[0])
@@ -169,6 +184,9 @@ def run(stage: Stage) -> None:
                     if row["id"] in packed:
                         counts[domain]["repeated"] += 1  # two inputs may share a document; it is packed once
                         continue
+                    if row["id"] in leaked:
+                        counts[domain]["val_overlap"] += 1
+                        continue
                     if not want:
                         counts[domain]["left_out_by_cap"] += 1
                         continue
@@ -198,7 +216,10 @@ def run(stage: Stage) -> None:
                 domain: {
                     **{s: splits[s] for s in SPLITS},
                     "bytes_per_token": both["bytes"] / both["tokens"],
-                    **{k: counts[domain][k] for k in ("fim", "fim_spm", "left_out_by_cap", "repeated", "copies")},
+                    **{
+                        k: counts[domain][k]
+                        for k in ("fim", "fim_spm", "left_out_by_cap", "repeated", "copies", "val_overlap")
+                    },
                 }
             }
         )

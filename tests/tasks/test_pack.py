@@ -221,3 +221,27 @@ def test_no_document_is_seen_more_often_than_max_epochs(tmp_path, tokenizer_dir)
 def test_wrong_steps_are_named(tmp_path, tokenizer_dir):
     with pytest.raises(ValueError, match="ascending values"):
         run(tmp_path, tokenizer_dir, bucketed(2), repeats={"web": {"column": "q", "steps": [[2, 1.0], [1, 2.0]]}})
+
+
+def test_validation_text_that_training_text_holds_is_left_out(tmp_path, tokenizer_dir):
+    from tasks.val_overlap import overlaps
+
+    def words(tag, n):
+        return " ".join(f"{tag}{i}x" for i in range(n))
+
+    rows = [document(words(f"t{k}", 300), f"s{k}", "web", meta={"split": "train"}) for k in range(4)]
+    clean = document(words("v", 300), "clean", "web", meta={"split": "val"})
+    copied = document(words("head", 40) + " " + rows[2]["text"], "copied", "web", meta={"split": "val"})
+    quoted = document(words("own", 300) + " " + words("t1", 60), "quoted", "web", meta={"split": "val"})
+    rows += [clean, copied, quoted]
+    found = overlaps(lambda: rows, 0.05)
+    # of the 13-word runs of `copied`, 288 of 328 are another's; a quarter of all runs is compared
+    assert found[clean["id"]] == 0 and abs(found[copied["id"]] - 288 / 328) < 0.1
+    assert abs(found[quoted["id"]] - 48 / 348) < 0.1
+    run(tmp_path / "all", tokenizer_dir, rows, val_fraction=0.05)
+    run(tmp_path / "cut", tokenizer_dir, rows, val_fraction=0.05, max_val_overlap=0.5)
+    texts = {name: packed_texts(tmp_path / name, tokenizer_dir, "web", "val")[1] for name in ("all", "cut")}
+    assert sorted(texts["all"]) == sorted(r["text"] for r in (clean, copied, quoted))
+    assert sorted(texts["cut"]) == sorted(r["text"] for r in (clean, quoted))
+    metrics = json.loads((tmp_path / "cut/metrics/pack_pretrain.json").read_text())
+    assert metrics["web"]["val_overlap"] == 1
