@@ -119,6 +119,7 @@ class GlmMoeDsa(nn.Module):
         token_mask_bs: torch.Tensor | None = None,
         index_loss_rows: int | str | None = None,
         rows_seed: int = 0,
+        rows_of: tuple[int, int] = (0, 1),
         index_only: bool = False,
         mtp_depth: int = 0,
     ) -> ModelOutput:
@@ -145,7 +146,7 @@ class GlmMoeDsa(nn.Module):
         if self.context is not None:
             self.context.begin(size)
         if index_loss_rows is not None:
-            args.rows_br = self._draw_rows(index_loss_rows, rows_seed, batch, size).to(input_ids_bs.device)
+            args.rows_br = self._draw_rows(index_loss_rows, rows_seed, batch, size, rows_of).to(input_ids_bs.device)
             args.row_weight_br = torch.ones(args.rows_br.shape, device=input_ids_bs.device)
             if token_mask_bs is not None:
                 args.row_weight_br = token_mask_bs.gather(1, args.rows_br).float()
@@ -188,14 +189,18 @@ class GlmMoeDsa(nn.Module):
         return out
 
     @staticmethod
-    def _draw_rows(rows: int | str, seed: int, batch: int, size: int) -> torch.Tensor:
-        """Distinct query rows per sequence, ascending: int64 [B,R]."""
+    def _draw_rows(rows: int | str, seed: int, batch: int, size: int, share: tuple[int, int] = (0, 1)) -> torch.Tensor:
+        """Distinct query rows per sequence, ascending: int64 [B,R].
+
+        share: (r, w) when these are every w-th sequence of a larger batch, from r on: they draw what they would in it.
+        """
         if rows == "all":
             return torch.arange(size).expand(batch, -1)
         if not isinstance(rows, int) or rows < 1:
             raise ValueError(f"index_loss_rows must be None, 'all' or a positive integer, got {rows!r}")
         generator = torch.Generator().manual_seed(seed)
-        return torch.rand(batch, size, generator=generator).topk(min(rows, size), dim=1).indices.sort(dim=1).values
+        drawn = torch.rand(batch * share[1], size, generator=generator)[share[0] :: share[1]]
+        return drawn.topk(min(rows, size), dim=1).indices.sort(dim=1).values
 
     def update_router_bias(self, router_counts: list[torch.Tensor], rate: float) -> None:
         """Loss-free balancing after a step: counts per MoE layer as forward returns them (sum over micro-batches and ranks)."""

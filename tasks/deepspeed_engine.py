@@ -171,6 +171,7 @@ class DeepSpeedEngine:
 
         if not self.zero.optimizer.state:
             return {}
+        self._link()
         steps = next(iter(self.zero.optimizer.state.values()))["step"]
         found: dict[str, Tensor] = {}
         for param, name in self.names.items():
@@ -178,6 +179,11 @@ class DeepSpeedEngine:
                 found[f"{name}.{slot}"] = safe_get_full_optimizer_state(param, slot).to("cpu", copy=True)
             found[f"{name}.step"] = steps.detach().to("cpu", torch.float32, copy=True)
         return dict(sorted(found.items())) if self.parallel.is_writer else {}
+
+    def _link(self) -> None:
+        """DeepSpeed links states to parameters once, after the first group's first step: the other groups have none then."""
+        self.zero._hp_optimizer_states_linked = False
+        self.zero._lazy_init_hp_params_optimizer_state()
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restores `state_tensors` of any engine on any number of ranks. ValueError as model.muon.MuonSplit's."""
@@ -196,7 +202,7 @@ class DeepSpeedEngine:
                     "exp_avg": torch.zeros_like(flat),
                     "exp_avg_sq": torch.zeros_like(flat),
                 }
-        self.zero._lazy_init_hp_params_optimizer_state()
+        self._link()
         for param in self.names:
             safe_set_full_fp32_param(param, param.detach())  # the weights may have been loaded since
         for key, value in tensors.items():

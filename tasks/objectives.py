@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.cross_entropy import linear_cross_entropy
+from tasks.parallel import WHOLE, Part
 from tasks.trainer import IGNORE, Batch
 
 
@@ -66,37 +67,55 @@ class LanguageModeling:
         """MTP steps that this optimizer step unrolls."""
         return self.mtp_depth if (step + 1) % self.mtp_every == 0 else 0
 
+    def terms(self, batch: Batch, step: int) -> dict[str, float]:
+        """What each term of the loss beside the main one is a mean over in this batch: valid targets, or rows."""
+        targets_bs = batch["targets_bs"]
+        found = {
+            f"mtp_{k}": float((shift_targets(targets_bs, k) != IGNORE).sum()) for k in range(1, self.depth_at(step) + 1)
+        }
+        return found | {"rows": float(targets_bs.size(0))}
+
     def head_loss(
-        self, model: nn.Module, hidden_bsh: Tensor, mtp_hidden: Sequence[Tensor], targets_bs: Tensor, step: int
+        self,
+        model: nn.Module,
+        hidden_bsh: Tensor,
+        mtp_hidden: Sequence[Tensor],
+        targets_bs: Tensor,
+        step: int,
+        part: Part = WHOLE,
     ) -> tuple[Tensor, dict[str, Any]]:
         """The output layers' terms: main loss and MTP losses of hidden states [B,S,H] (a pipeline's last stage has no others)."""
         loss = main = cross_entropy(model, hidden_bsh, targets_bs)
         logs: dict[str, Any] = {"lm_loss": main.detach()}
         if mtp_hidden:
             parts = [
-                cross_entropy(model, hidden, shift_targets(targets_bs, k)) for k, hidden in enumerate(mtp_hidden, 1)
+                part.weigh(f"mtp_{k}", cross_entropy(model, hidden, shift_targets(targets_bs, k)))
+                for k, hidden in enumerate(mtp_hidden, 1)
             ]
             late = self.mtp_late_step is not None and step >= self.mtp_late_step
             loss = loss + (self.mtp_late_lambda if late else self.mtp_lambda) * torch.stack(parts).mean()
-            logs |= {f"mtp_loss_{k}": part.detach() for k, part in enumerate(parts, 1)}
+            logs |= {f"mtp_loss_{k}": term.detach() for k, term in enumerate(parts, 1)}
         return loss, logs
 
-    def __call__(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, model: nn.Module, batch: Batch, step: int, part: Part = WHOLE) -> tuple[Tensor, dict[str, Any]]:
         out = model(
             batch["input_ids_bs"],
             attention=self.attention,
             index_loss_rows=self.index_rows,
             rows_seed=self.row_seed + step,
+            rows_of=(part.rank, part.world),
             mtp_depth=self.depth_at(step),
         )
-        loss, logs = self.head_loss(model, out.hidden_bsh, out.mtp_hidden, batch["targets_bs"], step)
+        loss, logs = self.head_loss(model, out.hidden_bsh, out.mtp_hidden, batch["targets_bs"], step, part)
         logs["router_counts"] = out.router_counts
         if self.balance_coef and out.aux_loss is not None:
-            loss = loss + self.balance_coef * out.aux_loss
-            logs["balance_loss"] = out.aux_loss.detach()
+            balance = part.weigh("rows", out.aux_loss)
+            loss = loss + self.balance_coef * balance
+            logs["balance_loss"] = balance.detach()
         if out.index_loss is not None:
-            loss = loss + self.index_coef * out.index_loss
-            logs["index_kl"] = out.index_loss.detach()
+            index = part.weigh("rows", out.index_loss)
+            loss = loss + self.index_coef * index
+            logs["index_kl"] = index.detach()
         return loss, logs
 
 
@@ -111,13 +130,19 @@ class IndexerWarmup:
     row_seed: int = 0
     mtp_depth: int = 1
 
-    def __call__(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, dict[str, Any]]:
+    def terms(self, batch: Batch, step: int) -> dict[str, float]:
+        """As LanguageModeling's."""
+        return {"rows": float(batch["input_ids_bs"].size(0))}
+
+    def __call__(self, model: nn.Module, batch: Batch, step: int, part: Part = WHOLE) -> tuple[Tensor, dict[str, Any]]:
         out = model(
             batch["input_ids_bs"],
             attention="dense",
             index_loss_rows=self.index_rows,
             rows_seed=self.row_seed + step,
+            rows_of=(part.rank, part.world),
             index_only=True,
             mtp_depth=self.mtp_depth if model.mtp is not None else 0,
         )
-        return out.index_loss, {"index_kl": out.index_loss.detach()}
+        loss = part.weigh("rows", out.index_loss)
+        return loss, {"index_kl": loss.detach()}

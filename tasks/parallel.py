@@ -17,6 +17,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class ParallelSettings(Section):
         "gather",
         pattern="^(gather|ulysses)$",
         description="latent keys gathered (fits DSA), or tokens exchanged for heads",
+    )
+    context_groups: str = Field(
+        "fixed",
+        pattern="^(fixed|variable)$",
+        description="variable: groups of 1 up to `context` ranks, made anew for the lengths of every step (SFT)",
     )
     per_node: int | None = Field(None, ge=1, description="ranks per node; null: all of a group lie on one")
     exchange_stages: int = Field(
@@ -137,6 +143,25 @@ class Parallel:
             raise ValueError("the ranks do not start from the same weights: do all machines read the same checkpoint?")
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a micro-batch is of its step. The loop scales its loss by its share of the step's targets.
+
+    weights: for a term of the loss that is a mean over something else (an objective's `terms`), its own share over that one.
+    rank, world: the micro-batch holds every world-th row of the step's batch, from `rank` on.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    rank: int = 0
+    world: int = 1
+
+    def weigh(self, name: str, term: Tensor) -> Tensor:
+        """A term of the loss, such that the loop's sum over micro-batches and ranks is the mean over the step."""
+        weight = self.weights.get(name, 1.0)
+        return term if weight == 1.0 else term * weight
+
+
+WHOLE = Part()
 SINGLE = Parallel()
 
 

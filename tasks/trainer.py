@@ -26,7 +26,7 @@ from model.muon import MuonSplit, format_ownership, ownership_table
 from model.recompute import saving
 from tasks.guard import Guard, NonFiniteError, StepFault
 from tasks.model_parallel import Layout
-from tasks.parallel import ParallelSettings, current
+from tasks.parallel import ParallelSettings, Part, current
 from tasks.parallel_engine import make_engine, norm_name
 from tasks.resume import Found, ResumeStore
 from tasks.router_watch import RouterWatch, moe_layers
@@ -108,7 +108,7 @@ class Trainer:
         if steps < 1:
             raise ValueError(f"a training run needs at least one step, got {steps}")
         self.parallel = current()
-        self.layout = layout or Layout()
+        self.layout = layout or Layout(self.parallel.rank, self.parallel.world)
         self.engine = make_engine(model, optimizer, self.parallel, parallel, self.layout)
         self.stage, self.model, self.optimizer = stage, model, self.engine or optimizer
         self.objective, self.batches, self.evaluate = objective, batches, evaluate
@@ -240,13 +240,16 @@ class Trainer:
         own = self.layout.even(own, self.parallel)
         micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in own]
         counts = [batch_count(batch) for batch in micro_batches]
-        total = self.parallel.sum_(sum(counts))
+        terms = [self.objective.terms(b, self.step) if hasattr(self.objective, "terms") else {} for b in micro_batches]
+        sums = {name: sum(t[name] for t in terms) for name in (terms[0] if terms else ())}
+        sums, _ = self.parallel.sum_step(sums | {"": sum(counts)}, [])
+        total = sums[""]
         if total <= 0:
             raise ValueError(f"step {self.step}: the batch has no target to learn from")
         logs: dict[str, float] = {}
         router_counts: list[Tensor] = []
         last = max((i for i, count in enumerate(counts) if count), default=-1)
-        for place, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
+        for place, (batch, count, own_terms) in enumerate(zip(micro_batches, counts, terms, strict=True)):
             if count == 0 and not self.layout.together:
                 continue
             share = count / total
@@ -254,7 +257,11 @@ class Trainer:
                 computing_in(self.model, getattr(torch, self.settings.precision)),
                 saving(self.model, self.settings.recompute, self.settings.offload),
             ):
-                loss, extra = self.objective(getattr(self.engine, "model", self.model), batch, self.step)
+                network, part = getattr(self.engine, "model", self.model), ()
+                if own_terms:
+                    weights = {k: n / sums[k] / share for k, n in own_terms.items() if n and share}
+                    part = (Part(weights, self.layout.data_rank, self.layout.data_world),)
+                loss, extra = self.objective(network, batch, self.step, *part)
                 # In here: recomputation needs the weights that the forward had.
                 if self.engine:
                     self.engine.backward(loss * share, last=place == last)

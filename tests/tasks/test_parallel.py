@@ -83,10 +83,11 @@ def train(rank, world, folder, options):
         "settings": None,
         "dtype": torch.float64,
         "mtp": 0,
+        "lm": {},
     } | options
     model = micro_model().to(o["dtype"])
     stage = FakeStage(folder)
-    lm = LanguageModeling(mtp_depth=o["mtp"])
+    lm = LanguageModeling(mtp_depth=o["mtp"], **o["lm"])
 
     def batches(step):
         if step == o["stop"]:
@@ -94,12 +95,13 @@ def train(rank, world, folder, options):
         share = {k: v[rank::world] for k, v in rows_of(step, o["rows"]).items()}
         return split_batch(share, o["micro"]) if len(share["targets_bs"]) else []
 
-    def goal(model, batch, step):
-        loss, logs = lm(model, batch, step)
+    def goal(model, batch, step, part):
+        loss, logs = lm(model, batch, step, part)
         if step == o["nan"] and (batch["input_ids_bs"] == rows_of(step, o["rows"])["input_ids_bs"][1]).all(1).any():
             loss = loss * float("nan")  # only the rank that has row 1 sees it
         return loss, logs
 
+    goal.terms = lm.terms
     trainer = Trainer(
         stage, model, build_optimizer(model, o["cfg"]), goal, batches,
         steps=STEPS, lr_factor=lambda step: 1 - step / 50,
@@ -165,6 +167,7 @@ def test_one_process_is_a_parallel_of_one():
 RUNS = {
     "plain": {},
     "micro": {"micro": 1},
+    "all terms": {"mtp": 2, "lm": {"balance_coef": 0.1, "index_rows": 6, "attention": "sparse"}},
     "few rows": {"rows": 3},
     "one row": {"rows": 1},
     "adamw": {"cfg": OptimConfig(lr_matrix=2e-3, muon="off")},
