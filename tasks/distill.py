@@ -26,7 +26,7 @@ from tasks.problems import Family, Problem, sample
 from tasks.rl import IcePopConfig, update
 from tasks.rl_run import PolicyRun, RunConfig
 from tasks.rollouts import Sample, statistics
-from tasks.sft_data import CHAT, SftSet
+from tasks.sft_set import CHAT, SftSet
 from tasks.stage import Stage
 
 

@@ -8,6 +8,7 @@ dvc repro sft          python -m tasks sft
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from tasks.init_from import starting_checkpoint
 from tasks.model_parallel import apply_parallelism
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler
-from tasks.sequence_balance import Cost, sequence_cost, share
-from tasks.sft_data import SftSet
+from tasks.sequence_balance import sequence_cost
+from tasks.sft_set import SftSet
 from tasks.stage import FromCheckpoint, Stage
 from tasks.tokens import TokenSet
 from tasks.trainer import IGNORE, Batch, LoopSettings, OptimizerSettings, Section, Trainer, pick_device
@@ -55,24 +56,21 @@ def sft_batches(
     micro_tokens: int,
     seed: int,
     step: int,
-    rank: int = 0,
-    world: int = 1,
-    balance: str = "none",
-    cost: Cost | None = None,
+    deal: Callable[[list[int]], Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Micro-batches of one step, samples of similar length together: input_ids_bs and targets_bs (IGNORE off the mask).
 
-    Samples come in a fresh order every epoch; the function depends on its arguments only. Rank r of w takes every w-th
-    sample of the step, in order of length; or the samples are dealt out by `balance` (tasks.sequence_balance.share) under
-    `cost`. The step's samples are the same in any case.
+    Samples come in a fresh order every epoch; the function depends on its arguments only. deal(lengths) -> which of the
+    step's samples, in order of length, this rank takes (tasks.model_parallel.Layout.deal); None: all.
     """
     places = range(step * batch_samples, (step + 1) * batch_samples)
     orders = {place // len(data) for place in places}
     permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(len(data)) for epoch in orders}
     rows = [data[permutations[place // len(data)][place % len(data)]][1:] for place in places]
     rows.sort(key=lambda row: len(row[0]))
-    mine = share([len(ids) - 1 for ids, _ in rows], cost, world, balance)[rank]
-    return [padded(group) for group in length_groups([rows[i] for i in mine], micro_tokens)]
+    if deal is not None:
+        rows = [rows[i] for i in deal([len(ids) - 1 for ids, _ in rows])]
+    return [padded(group) for group in length_groups(rows, micro_tokens)]
 
 
 def length_groups(rows: list[tuple[np.ndarray, np.ndarray]], micro_tokens: int) -> list[list]:
@@ -160,13 +158,13 @@ def run(stage: Stage) -> None:
 
     def batches(step: int) -> list[Batch]:
         order = stage.rng_seed("order")
-        share_of = (layout.data_rank, layout.data_world, config.loop.balance, cost)
-        found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, *share_of)
+        deal = lambda lengths: layout.deal(model, lengths, cost, config.loop.balance)  # noqa: E731
+        found = sft_batches(train, config.batch_samples, config.micro_tokens, order, step, deal)
         if text is not None and step % replay.every == 0 and layout.data_rank < replay.rows:
             first = step // replay.every * replay.rows
             arrays = text.batch(first, replay.rows, layout.data_rank, layout.data_world)
             found.append({key: torch.from_numpy(value) for key, value in arrays.items()})
-        return found
+        return layout.weighed(found)
 
     def lr_factor(step: int) -> float:
         return min(1.0, (step + 1) / warm) * (1 - (1 - config.final_lr_share) * step / max(1, steps - 1))

@@ -14,20 +14,17 @@ metrics/sft_data.json and named in data/sft_data/leaks.jsonl.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import Field
 
 from tasks import chat, decontaminate
 from tasks.problem_gate import ProblemGate, evaluated, known_families
 from tasks.problems import build, mix, samples
+from tasks.sft_set import CHAT, SftWriter
 from tasks.stage import Stage, StageConfig
-
-CHAT = "chat"
 
 
 class FamilyShare(StageConfig):
@@ -124,47 +121,6 @@ class Gate:
         }
 
 
-class _Writer:
-    """Collects samples and writes them as flat arrays: ids, mask, offsets [n+1], family [n]."""
-
-    def __init__(self, names: list[str], vocab_size: int) -> None:
-        self.names, self.dtype = names, np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        self.rows: list[tuple[int, list[int], list[int]]] = []
-
-    def add(self, family: str, ids: list[int], mask: list[int]) -> None:
-        self.rows.append((self.names.index(family), ids, mask))
-
-    def write(self, folder: Path, order_seed: int) -> dict[str, int]:
-        """Shuffle by seed, write, and return counts."""
-        folder.mkdir(parents=True)
-        random.Random(order_seed).shuffle(self.rows)
-        lengths = [len(ids) for _, ids, _ in self.rows]
-        np.save(folder / "ids.npy", np.array([t for _, ids, _ in self.rows for t in ids], dtype=self.dtype))
-        np.save(folder / "mask.npy", np.array([t for *_, mask in self.rows for t in mask], dtype=np.uint8))
-        np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-        np.save(folder / "family.npy", np.array([family for family, *_ in self.rows], dtype=np.uint8))
-        return {"samples": len(self.rows), "tokens": sum(lengths), "trained": sum(sum(m) for *_, m in self.rows)}
-
-
-class SftSet:
-    """One split on disk: `set[i]` is (family name, ids, mask) with ids and mask as numpy arrays."""
-
-    def __init__(self, root: Path, split: str) -> None:
-        folder = Path(root) / split
-        if not (folder / "ids.npy").is_file():
-            raise ValueError(f"{folder} holds no SFT samples; run the stage sft_data")
-        self.names = json.loads((Path(root) / "families.json").read_text())["names"]
-        self.ids, self.mask = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("ids", "mask"))
-        self.offsets, self.family = np.load(folder / "offsets.npy"), np.load(folder / "family.npy")
-
-    def __len__(self) -> int:
-        return len(self.family)
-
-    def __getitem__(self, i: int) -> tuple[str, np.ndarray, np.ndarray]:
-        cut = slice(self.offsets[i], self.offsets[i + 1])
-        return self.names[self.family[i]], self.ids[cut], self.mask[cut]
-
-
 def run(stage: Stage) -> None:
     """Write train/, heldout/, families.json and examples.txt (one of each family, as text)."""
     from tokenizers import Tokenizer
@@ -173,7 +129,7 @@ def run(stage: Stage) -> None:
     tokenizer = Tokenizer.from_file(str(stage.dep("data/tokenizer") / "tokenizer.json"))
     out = stage.out("data/sft_data")
     names = [*config.families, CHAT]
-    writers = {split: _Writer(names, tokenizer.get_vocab_size()) for split in ("train", "heldout")}
+    writers = {split: SftWriter(names, tokenizer.get_vocab_size()) for split in ("train", "heldout")}
     examples = []
     gate = Gate(stage)
 

@@ -14,7 +14,7 @@ from tasks.reward_model import CORRUPTIONS, corrupt, objective, pair_batch, pref
 from tasks.rl import pad
 from tasks.rl_eval import load_tokenizer
 from tasks.rollouts import Sample
-from tasks.sft_data import CHAT
+from tasks.sft_set import CHAT
 from tests.tasks.post_training import RUN, save_random_checkpoint
 
 

@@ -10,7 +10,8 @@ from model.checkpoint import load_checkpoint
 from tasks import chat, sft, sft_data
 from tasks.heldout import heldout_loss
 from tasks.problems import build, sample
-from tasks.sft_data import SftSet, conversations
+from tasks.sft_data import conversations
+from tasks.sft_set import SftSet
 from tasks.stage import run_stage_for_test
 from tasks.tokens import TokenSet, TokenWriter
 from tests.tasks.post_training import save_random_checkpoint
