@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model import checkpoint_import
 from model.checkpoint import load_checkpoint, save_checkpoint
 from model.checkpoint_import import convert_checkpoint, expected_tensors, import_checkpoint, scan_checkpoint
 from model.config import ModelConfig
@@ -364,3 +365,58 @@ def test_the_names_at_full_scale_are_those_of_the_release():
     per_moe = 791 - 4
     assert len(names) == 75 * per_moe + 3 * (per_moe - 256 * 3 - 2) + 791 + 3
     assert sum(t.numel() for n, t in names.items() if "e_score" not in n and "layers.78." not in n) == 743_911_199_232
+
+
+def test_fp8_values_are_transformers_own(tmp_path):
+    """Every quantized matrix against transformers' block rule, ragged blocks too (the release has one: kv_a_proj, 576 rows).
+
+    Not against its loader with dequantize=True: that divides the matrix by the grid of scales instead of by 128, refuses 576
+    rows in 5 blocks, and gives 144 rows in 2 blocks a wrong scale from row 72 on.
+    """
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    write(tmp_path / "hf", "fp8")
+    stored = {n: t for p in (tmp_path / "hf").glob("*.safetensors") for n, t in load_file(p).items()}
+    found = stacked(import_checkpoint(tmp_path / "hf"))
+    names = [n.removesuffix("_scale_inv") for n in stored if n.endswith("_scale_inv")]
+    assert any(stored[n].shape[0] % 128 for n in names) and len(names) > 50
+    for name in names:
+        theirs = fp8._dequantize_fp8_weight(stored[name], stored[name + "_scale_inv"], [128, 128], torch.float32)
+        assert torch.equal(found[name], theirs), name
+
+
+def test_power_of_two_scales(tmp_path):
+    """DeepSeek-V3.2's ue8m0 scales (one byte, a power of two) stand for the same numbers as fp32 ones."""
+
+    def powers(dtype):
+        def edit(tensors):
+            for name in [n for n in tensors if n.endswith("_scale_inv")]:
+                tensors[name] = tensors[name].log2().ceil().exp2().to(dtype)
+
+        return edit
+
+    write(tmp_path / "a", "fp8", edit=powers(torch.float32))
+    write(tmp_path / "b", "fp8", edit=powers(torch.float8_e8m0fnu))
+    a, b = (stacked(import_checkpoint(tmp_path / x)) for x in "ab")
+    assert all(torch.equal(v, b[n]) for n, v in a.items())
+
+
+def test_conversion_holds_one_shard_and_reads_each_tensor_once(tmp_path, monkeypatch):
+    write(tmp_path / "hf", "fp8", mtp_copies=True)
+    written, read = [], []
+    real_save, real_read = checkpoint_import.save_file, checkpoint_import._Reader.stored
+
+    def save(tensors, path, **options):
+        written.append(sum(t.nbytes for t in tensors.values()))
+        real_save(tensors, path, **options)
+
+    def stored(self, name):
+        read.append(name)
+        return real_read(self, name)
+
+    monkeypatch.setattr(checkpoint_import, "save_file", save)
+    monkeypatch.setattr(checkpoint_import._Reader, "stored", stored)
+    scan = convert_checkpoint(tmp_path / "hf", tmp_path / "ours", max_shard_bytes=200_000)
+    assert len(written) > 5 and max(written) <= 200_000
+    twice = sorted(n for n in set(read) if read.count(n) > 1)
+    assert set(read) == set(scan.stored)
+    assert twice == ["lm_head.weight", "model.embed_tokens.weight"], "read again to be compared with their copies"
