@@ -5,6 +5,7 @@ python -m pytest tests/tasks/test_rl.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ def update(
             stats[key] = stats.get(key, 0.0) + number * count
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(trained, config.clip_norm)) if live else 0.0
+    if not (math.isfinite(total) and math.isfinite(norm)):
+        optimizer.zero_grad()
+        raise ValueError(
+            f"the policy's update is not finite (loss {total}, gradient norm {norm}, {len(live)} samples of "
+            f"{max(len(samples[i].ids) for i in live)} tokens at most): the weights are as they were; lower policy.lr"
+        )
     if live:
         optimizer.set_lr_scale(lr_scale)
         optimizer.step()

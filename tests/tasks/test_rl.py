@@ -120,6 +120,15 @@ def test_state_resumes_to_the_same_weights(model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values()))
 
 
+def test_an_update_that_is_not_finite_leaves_the_weights_alone(model):
+    samples = make_samples(model)
+    start = {n: p.clone() for n, p in model.state_dict().items()}
+    optimizer = CONFIG.optimizer(model)
+    with pytest.raises(ValueError, match="update is not finite .loss nan, gradient norm nan, 4 samples"):
+        update(model, optimizer, samples, [1.0, float("nan"), 0.5, -0.5], loss_of(4), CONFIG, 1.0)
+    assert all(torch.equal(p, start[n]) for n, p in model.state_dict().items()) and not optimizer.state_tensors()
+
+
 def test_draw_problems_takes_turns_and_never_repeats():
     families = build_all(["addition", "rules"])
     first, second = draw_problems(families, 5, 0), draw_problems(families, 5, 1)
