@@ -208,6 +208,10 @@ def run_lm(
     config: LmConfig = stage.config
     ranks = current()
     layout = apply_parallelism(model, config.parallel, ranks)
+    if layout.pool is not None:
+        raise ValueError(
+            "parallel.context_groups: variable is for samples of unequal length (sft); rows here are all as long"
+        )
     tokens = token_dep(stage)
     schedule = config.schedule
     batch_size = batch_sizes(config)

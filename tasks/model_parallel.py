@@ -22,12 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.all_to_all import Route, make_route
+from model.context_groups import ContextPool
 from model.context_parallel import Context, set_context
 from model.expert_parallel import expert_shards, is_expert, local_experts, shard_experts, whole_experts
 from model.transformer import GlmMoeDsa
 from tasks.parallel import Parallel, ParallelSettings, current
+from tasks.sequence_balance import Cost, plan_groups, share
 
 IGNORE = -100
+NOWHERE = 1 << 30
 
 
 @dataclass
@@ -40,11 +43,36 @@ class Layout:
     experts: Route | None = None
     replicas: dist.ProcessGroup | None = None
     replicas_control: dist.ProcessGroup | None = None
+    pool: ContextPool | None = None  # context groups that change from step to step, of at most `largest` ranks
+    largest: int = 1
 
     @property
     def copies(self) -> int:
-        """Ranks that are given the same rows."""
+        """Ranks that are given the same rows (in the step at hand)."""
+        if self.pool is not None:
+            return self.pool.sharing
         return self.context.ranks if self.context else 1
+
+    def deal(self, model: nn.Module, lengths: Sequence[int], cost: Cost, balance: str) -> Sequence[int]:
+        """Which of a step's sequences this rank works on, alone or with its context group. All ranks call it, once a step.
+
+        With groups that change, data_rank and data_world are from here on the group's; a rank without one has no data.
+        """
+        if self.pool is None:
+            return share(lengths, cost, self.data_world, balance)[self.data_rank]
+        sizes = [2**k for k in range(self.largest.bit_length()) if 2**k <= self.largest]
+        groups = plan_groups(lengths, dist.get_world_size(), cost, sizes=sizes)
+        mine = self.pool.enter(model, groups)
+        places = [i for i, group in enumerate(groups) if dist.get_rank() in group.ranks]
+        self.data_rank, self.data_world = places[0] if places else NOWHERE, len(groups)
+        return mine
+
+    def weighed(self, batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Micro-batches whose weight in the step is split among the ranks of a changing group: over all ranks it counts once."""
+        if self.pool is None:
+            return list(batches)
+        counts = [float((batch["targets_bs"] != IGNORE).sum()) / self.copies for batch in batches]
+        return [batch | {"weights": torch.tensor([count])} for batch, count in zip(batches, counts, strict=True)]
 
     @property
     def together(self) -> bool:
@@ -79,18 +107,19 @@ class Layout:
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
         """Sequences are whole on every rank while open: evaluations look at all hidden states, and the writer runs them alone."""
-        if self.context is None:
+        context = getattr(model, "context", None)
+        if context is None:
             yield
             return
         set_context(model, None)
         try:
             yield
         finally:
-            set_context(model, self.context)
+            set_context(model, context)
 
     def whole_model(self, model: GlmMoeDsa) -> GlmMoeDsa:
         """A model of one process with these weights, for saving. All ranks call it."""
-        if self.context is not None:
+        if self.context is not None or self.pool is not None:
             set_context(model, None)
         if self.experts is None:
             return model
@@ -122,9 +151,13 @@ def apply_parallelism(model: GlmMoeDsa, settings: ParallelSettings, ranks: Paral
     ValueError when sizes do not divide, or the model or engine cannot be spread.
     """
     ranks = ranks or current()
-    _divides("context", settings.context, ranks.world)
     _divides("expert", settings.expert, ranks.world)
-    layout = Layout(ranks.rank // settings.context, ranks.world // settings.context)
+    variable = settings.context > 1 and settings.context_groups == "variable"
+    shared = 1 if variable else settings.context
+    _divides("context", shared, ranks.world)
+    layout = Layout(ranks.rank // shared, ranks.world // shared)
+    if variable:
+        layout.pool, layout.largest = ContextPool(settings.context_form), settings.context
     if settings.expert > 1:
         if settings.engine != "native":
             raise ValueError(f"parallel.expert needs parallel.engine: native, it is {settings.engine!r}")
@@ -135,7 +168,7 @@ def apply_parallelism(model: GlmMoeDsa, settings: ParallelSettings, ranks: Paral
         if len(same) > 1:
             layout.replicas = dist.new_group(same, use_local_synchronization=True)
             layout.replicas_control = dist.new_group(same, backend="gloo", use_local_synchronization=True)
-    if settings.context > 1:
+    if shared > 1:
         layout.context = Context(_route(settings.context, ranks.rank, settings), settings.context_form)
         set_context(model, layout.context)
     return layout

@@ -3,14 +3,21 @@
 python -m pytest tests/tasks/test_model_parallel.py
 """
 
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from model.muon import OptimConfig, build_optimizer
+from tasks import sft
 from tasks.model_parallel import Layout, apply_parallelism
 from tasks.objectives import LanguageModeling
 from tasks.parallel import Parallel, ParallelSettings, current
+from tasks.sequence_balance import sequence_cost
 from tasks.settings import GuardSettings, LoopSettings
 from tasks.trainer import Trainer, split_batch
 from tests.model.ranks import run_ranks
@@ -110,6 +117,52 @@ def test_two_ranks_equal_one_process(tmp_path):
             {"micro": 1} if options.get("uneven") else {}
         )
         compare([f[name] for f in found], train(0, 1, tmp_path / f"one {name}", plain))
+
+
+class Conversations:
+    """Unequal samples; every third step of four has one that is as long as the others together."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        ids = np.arange(i, i + (90 if i % 7 == 0 else 8 + i % 13)) % 95
+        return "x", ids, (np.arange(len(ids)) >= len(ids) // 2).astype(int)
+
+
+def sft_run(rank, world, settings):
+    """A few steps of fine-tuning on changing context groups: (losses, weights, ranks that shared this one's samples)."""
+    model = micro_model().double()
+    layout = apply_parallelism(model, settings, current())
+    cost, sharing, stage = sequence_cost(model.cfg, sparse=True), [], FakeStage(Path(tempfile.mkdtemp()))
+
+    def batches(step):
+        deal = lambda lengths: layout.deal(model, lengths, cost, "cost")  # noqa: E731
+        found = layout.weighed(sft.sft_batches(Conversations(), 4, 64, 5, step, deal))
+        sharing.append((layout.copies, layout.data_rank))
+        return found
+
+    trainer = Trainer(
+        stage, model, build_optimizer(model, OptimConfig(lr_matrix=5e-3, train="backbone")), sft.objective, batches,
+        steps=6, lr_factor=lambda step: 1.0, settings=LoopSettings(log_every=1, eval_every=3),
+        evaluate=lambda m, step: sft.heldout_losses(m, Conversations(), 64), parallel=settings, layout=layout,
+    )  # fmt: skip
+    with in_float64():
+        result = trainer.run()
+    shutil.rmtree(stage.scratch)
+    losses = [stage.points[step]["loss"] for step in sorted(stage.points) if "loss" in stage.points[step]]
+    return losses, result, {k: v.clone() for k, v in model.state_dict().items()}, sharing, trainer.counters
+
+
+def test_fine_tuning_on_context_groups_that_change_equals_one_process():
+    settings = ParallelSettings(processes=3, context=2, context_groups="variable")
+    losses, result, weights, _, counters = sft_run(0, 1, ParallelSettings())
+    found = run_ranks(3, sft_run, settings)
+    for one in found:
+        assert one[0] == pytest.approx(losses, rel=1e-6) and one[1] == pytest.approx(result)
+        assert far(one[2], weights) < 1e-7
+    sizes = {tuple(one[3][step][0] for one in found) for step in range(6)}
+    assert len(sizes) > 1 and any(2 in size and 1 in size for size in sizes), f"groups of one kind only: {sizes}"
 
 
 @pytest.mark.slow

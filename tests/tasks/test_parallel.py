@@ -21,7 +21,7 @@ from tasks import launch, sft
 from tasks.objectives import LanguageModeling
 from tasks.parallel import SINGLE, ParallelSettings, current, start
 from tasks.parallel_engine import make_engine
-from tasks.sequence_balance import sequence_cost
+from tasks.sequence_balance import sequence_cost, share
 from tasks.settings import GuardSettings, LoopSettings
 from tasks.spec import StageSpec, fingerprint
 from tasks.trainer import Trainer, split_batch
@@ -243,15 +243,19 @@ class Samples:
         return "x", ids, (np.arange(len(ids)) >= len(ids) // 2).astype(int)
 
 
+def dealt(rank, world, balance="none"):
+    cost = sequence_cost(micro_model().cfg, sparse=True)
+    return lambda lengths: share(lengths, cost, world, balance)[rank]
+
+
 def test_sft_batches_of_ranks_make_up_the_step():
     def rows(batches):
         return sorted(
             tuple(r[m].tolist()) for b in batches for r, m in zip(b["input_ids_bs"], b["token_mask_bs"], strict=True)
         )
 
-    cost = sequence_cost(micro_model().cfg, sparse=True)
     for world, balance in ((2, "none"), (3, "none"), (3, "tokens"), (3, "cost")):
-        shares = [sft.sft_batches(Samples(), 16, 64, 5, 3, rank, world, balance, cost) for rank in range(world)]
+        shares = [sft.sft_batches(Samples(), 16, 64, 5, 3, dealt(rank, world, balance)) for rank in range(world)]
         assert rows([b for share in shares for b in share]) == rows(sft.sft_batches(Samples(), 16, 64, 5, 3))
         sizes = [sum(b["input_ids_bs"].numel() for b in share) for share in shares]
         assert max(sizes) < 1.5 * min(sizes)
@@ -262,7 +266,7 @@ def sft_step(rank, world):
     trainer = Trainer(
         SimpleNamespace(scratch=launch.Path("/nonexistent"), evidence=launch.Path("/nonexistent"), print=print),
         model, build_optimizer(model, OptimConfig(lr_matrix=5e-3, train="backbone")), sft.objective,
-        lambda step: sft.sft_batches(Samples(), 16, 64, 5, step, rank, world),
+        lambda step: sft.sft_batches(Samples(), 16, 64, 5, step, dealt(rank, world)),
         steps=4, lr_factor=lambda step: 1.0, settings=LoopSettings(),
     )  # fmt: skip
     points = []
