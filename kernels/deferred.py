@@ -37,8 +37,9 @@ class WeightQueue:
         self._work.append((weights, gradients, tuple(t.detach() for t in kept)))
 
     def kept(self) -> list[Tensor]:
-        """Every tensor that the queue keeps alive, weights not counted."""
-        return [t for _, _, kept in self._work for t in kept]
+        """Every tensor that the queue keeps alive: inputs, and weights that are no parameters but made of them."""
+        made = [w for weights, _, _ in self._work for w in weights if not w.is_leaf]
+        return made + [t for _, _, kept in self._work for t in kept]
 
     def __len__(self) -> int:
         return len(self._work)
@@ -76,15 +77,15 @@ def _linear_gradients(x_nh: Tensor, dy_nm: Tensor) -> tuple[Tensor]:
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_mh, queue):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = weight_mh, queue
+        ctx.save_for_backward(x, weight_mh)
+        ctx.queue = queue
         return F.linear(x, weight_mh)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        ctx.queue.put((ctx.weight,), _linear_gradients, (x, dy))
-        return (dy @ ctx.weight.detach() if ctx.needs_input_grad[0] else None), None, None
+        x, weight = ctx.saved_tensors
+        ctx.queue.put((weight,), _linear_gradients, (x, dy))
+        return (dy @ weight.detach() if ctx.needs_input_grad[0] else None), None, None
 
 
 class _LinearMode(TorchFunctionMode):

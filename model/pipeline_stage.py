@@ -193,7 +193,7 @@ class ModelStage:
             root.backward()
         del root
         if self.split:
-            kept = now.queue.kept()
+            kept = self._waiting(now)
             new = self.ledger.uncounted(kept)
             self.ledger.add_bytes("deferred", new)  # for a moment both are there
             now.held.release()
@@ -206,10 +206,13 @@ class ModelStage:
 
     def weight(self, micro: int) -> None:
         """The weight gradients that `backward` left."""
-        queue = self.passed.pop(micro).queue
-        kept = queue.kept()
-        queue.run()
+        now = self.passed.pop(micro)
+        kept = self._waiting(now)
+        now.queue.run()
         self.ledger.drop(kept)
+
+    def _waiting(self, now: _Passed) -> list[Tensor]:
+        return [t for t in now.queue.kept() if storage_of(t) not in self.weights]
 
     def offload(self, micro: int) -> None:
         self.passed[micro].held.offload(self.stream)

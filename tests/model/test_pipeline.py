@@ -1,9 +1,12 @@
 """Every pipeline technique against one process: loss, all gradients, router counts; and what is held when."""
 
 import functools
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from kernels.cross_entropy import linear_cross_entropy
 from model.pipeline import Grid, Pipeline
@@ -215,6 +218,59 @@ def test_more_cases_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_more_cases_on_four_ranks(tmp_path):
     check_shards(run(4, FOUR_RANKS, tmp_path)["2 x 2, three stages per rank"])
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages that operations made and that are alive, found by weak references."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                self.known[storage._cdata] = weakref.ref(storage)
+        return out
+
+    def bytes(self):
+        alive = [(key, ref()) for key, ref in self.known.items()]
+        self.known = {key: self.known[key] for key, storage in alive if storage is not None}
+        return {key: storage.nbytes() for key, storage in alive if storage is not None}
+
+
+@pytest.mark.parametrize("split, offload", [(False, True), (True, False), (True, True)])
+def test_the_ledger_counts_what_is_alive(split, offload):
+    """Beside what the ledger lists, only weights, gradients, batches and messages between stages exist."""
+    cfg, micros = config(), 3
+    schedule = build("zero_bubble" if split else "gpipe", ranks=1, micros=micros, virtual=3)
+    schedule = with_offload(schedule) if offload else schedule
+    pipe = Pipeline(cfg, schedule, place(5, 3, mtp=True), Grid(1, 1, 0, 0))
+    data, shares = batches(micros)
+    work = Work(functools.partial(head, 0.3), "dense", 2, BALANCE)
+    found, alive = [], Alive()
+
+    class Look(list):
+        def append(self, event):
+            op = event[0]
+            live = alive.bytes()
+            for p in pipe.local.parameters():
+                live.pop(p.untyped_storage()._cdata, None)
+                if p.grad is not None:
+                    live.pop(p.grad.untyped_storage()._cdata, None)
+            counted = pipe.ledger.now["activations"] + pipe.ledger.now["deferred"] + pipe.ledger.host
+            found.append((str(op), sum(live.values()) - counted))
+
+    pipe.trace = Look()
+    pipe.local.init_weights(0)
+    with alive:
+        pipe.run(work, data, shares)
+    message = ROWS * SIZE * cfg.hidden_size * 4 * 3  # hidden states of the main model and of two depths
+    assert pipe.ledger.most["activations"] + pipe.ledger.host_peak > 20 * message
+    for op, more in found:
+        assert 0 <= more <= message * (micros + 1), (op, more, found)
 
 
 def test_one_rank_with_several_stages(tmp_path):
