@@ -39,6 +39,7 @@ _CLASS = _classes()
 # tokens per run of a class, and per byte of it
 _RUN = {_LETTER: 0.84, _DIGIT: 1.16, _SIGN: 0.68, _BREAK: 1.39}
 _BYTE = {_LETTER: 0.06, _DIGIT: 0.65, _SIGN: 0.04, _TWO: 0.29, _MORE: 0.69}
+_PER_RUN, _PER_BYTE = (np.array([weights.get(k, 0.0) for k in range(8)]) for weights in (_RUN, _BYTE))
 
 
 def estimate_tokens(text: str) -> int:
@@ -49,9 +50,8 @@ def estimate_tokens(text: str) -> int:
     pairs = np.bincount(kinds[:-1] * 8 + kinds[1:], minlength=64).reshape(8, 8)
     count = pairs.sum(0)
     count[kinds[0]] += 1
-    runs = count - pairs.diagonal()
-    tokens = sum(w * runs[k] for k, w in _RUN.items()) + sum(w * count[k] for k, w in _BYTE.items())
-    return max(1, round(float(tokens)))
+    tokens = float(count @ (_PER_RUN + _PER_BYTE) - pairs.diagonal() @ _PER_RUN)  # a run is a byte after another class
+    return max(1, round(tokens))
 
 
 def main() -> None:
