@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels import paths
 from model.checkpoint import FP32_SUFFIXES
 from model.muon import MuonSplit, format_ownership, ownership_table
 from model.recompute import saving
@@ -199,6 +200,8 @@ class Trainer:
                     continue
             self.step += 1
             last = self.step == self.steps
+            if self.step == first + 1:
+                self.stage.print(f"kernels: {paths.report()}")
             if last or self.step % self.settings.log_every == 0 or self.step == 1 or "guard_skipped" in logs:
                 self.stage.log(self.step, **logs)
             if "loss" in logs and (last or time.monotonic() - reported >= 5):
