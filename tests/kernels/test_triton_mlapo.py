@@ -43,10 +43,12 @@ def launches(dtype):
     from kernels.triton_mlapo import mla_preprocess
     from tests.kernels.test_mlapo import weights
 
-    # GLM-5's head sizes and latents on a narrow input
-    w = weights(dtype, hid=256, q=2048, latent=512, nope=192, rope=64, heads=2, extra=160)
-    cis = rope_cis(torch.arange(64), 64, 1e6)
-    mla_preprocess(torch.zeros(64, 256, dtype=dtype), w, cis, torch.zeros(64, 576, dtype=dtype), torch.arange(64))
+    # GLM-5's head sizes and latents on a narrow input in bf16; small sizes in fp32, whose products unroll into scalar code
+    full = dict(hid=256, q=2048, latent=512, nope=192, rope=64, heads=2, extra=160)
+    w = weights(dtype, **(full if dtype == torch.bfloat16 else {}))
+    _, latent, _, rope, _ = w.sizes
+    cache, cis = torch.zeros(16, latent + rope, dtype=dtype), rope_cis(torch.arange(16), rope, 1e6)
+    mla_preprocess(torch.zeros(16, len(w.input_norm), dtype=dtype), w, cis, cache, torch.arange(16))
 
 
 test_triton = triton_checks(__name__)
