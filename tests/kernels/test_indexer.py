@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.indexer import attention_mass, index_kl, index_scores, select_keys
+from kernels import paths
+from kernels.indexer import attention_mass, index_kl, index_scores, select_index, select_keys
 
 
 def case(b=2, s=30, n=3, d=8, seed=0):
@@ -40,6 +41,33 @@ def test_selection_is_causal_complete_and_the_best(chunk, topk):
                 assert mask[b, r].nonzero().flatten().tolist() == best
         start += mask.shape[1]
     assert start == 30
+
+
+@pytest.mark.parametrize("path", ["reference", "cpu"])
+@pytest.mark.parametrize("topk", [1, 5, 30, 64])
+def test_selection_by_index_is_the_same_selection(topk, path):
+    q, k, w = (t.round() for t in case())
+    with paths.force(select_index=path, select_keys="cpu"):
+        selected = select_index(q, k, w, topk, row_chunk=7)
+        masks = select_keys(q, k, w, topk, row_chunk=8)
+    whole = torch.cat([torch.nn.functional.pad(m, (0, 30 - m.shape[2])) for m in masks], dim=1)
+    assert selected.index.shape == (2, 30, min(topk, 30))
+    assert selected.valid.sum(-1).tolist() == [[min(t + 1, topk) for t in range(30)]] * 2
+    assert (selected.index[~selected.valid] == 0).all()
+    for b in range(2):
+        for t in range(30):
+            assert selected.index[b, t][selected.valid[b, t]].tolist() == whole[b, t].nonzero().flatten().tolist()
+    rows = torch.tensor([[0, 29, 7, 7], [3, 1, 0, 28]])
+    assert torch.equal(selected.allowed(rows, 30), whole[torch.arange(2)[:, None], rows])
+
+
+@pytest.mark.parametrize("topk", [1, 5, 30])
+def test_reference_paths_agree(topk):
+    q, k, w = (t.round() for t in case())
+    with paths.force(select_keys="reference", index_scores="reference"):
+        masks, scores = select_keys(q, k, w, topk, row_chunk=8), index_scores(q, k, w)
+    torch.testing.assert_close(scores, index_scores(q, k, w))
+    assert all(torch.equal(a, b) for a, b in zip(masks, select_keys(q, k, w, topk, row_chunk=8), strict=True))
 
 
 def test_kl_by_formula():

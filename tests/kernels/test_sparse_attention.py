@@ -50,9 +50,13 @@ def test_masked_equals_reference_with_gradients():
         torch.testing.assert_close(g, r, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("path", ["cpu", "reference"])
 @pytest.mark.parametrize("elements", [1, 1 << 19])
-def test_gathered_equals_reference_with_gradients(monkeypatch, elements):
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_gathered_equals_reference_with_gradients(monkeypatch, elements, kept, path):
     monkeypatch.setattr(module, "GATHER_ELEMENTS", elements)  # 1: many chunks of 4 rows
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", kept)  # 0: probabilities computed again in the backward
+    monkeypatch.setenv("ARCLINE_KERNELS", f"gathered_attention={path}")
     masks = selection()
     q, kv = doubles((2, 29, 3, 9), (2, 29, 9))
     index, valid = masks_to_index(masks, 6)

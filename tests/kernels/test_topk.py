@@ -44,3 +44,25 @@ def test_padding_with_minus_infinity_does_not_change_the_choice():
     assert torch.equal(topk_lower_index(padded, 17), topk_lower_index(scores, 17))
     with pytest.raises(ValueError, match="positive"):
         topk_mask(scores, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size, k", [(768, 64), (1000, 3), (2048, 256), (3001, 64)])
+def test_long_rows_where_a_first_cut_leaves_few_candidates(size, k, dtype):
+    """Rows of every kind in one matrix: distinct, tied around the k-th value, all equal, mostly -inf, the best at either end."""
+    g = torch.Generator().manual_seed(size)
+    rows = [
+        torch.randn(size, generator=g),
+        torch.randn(size, generator=g).relu(),
+        torch.randint(0, 3, (size,), generator=g).float(),
+        torch.zeros(size),
+        torch.full((size,), float("-inf")).index_fill_(0, torch.randperm(size, generator=g)[: k // 2], 1.0),
+        torch.arange(size).float(),
+        -torch.arange(size).float(),
+        -torch.randn(size, generator=g).relu(),  # the best are zeros of both signs
+    ]
+    scores = torch.stack(rows).to(dtype)
+    expected = [by_sorting(row, k) for row in scores.tolist()]
+    assert topk_lower_index(scores, k).tolist() == expected
+    mask = topk_mask(scores.view(2, 4, size), k)
+    assert [row.nonzero().flatten().tolist() for row in mask.view(8, size)] == expected
