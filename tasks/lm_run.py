@@ -7,7 +7,7 @@ Used by tasks/pretrain.py, midtrain.py, dsa_warmup.py and dsa_adapt.py. The inpu
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -75,7 +75,9 @@ class LmConfig(FromCheckpoint):
     start_rows: int | None = Field(None, ge=1, description="sequences per step at the start of the batch warm-up")
     ramp_tokens: int = Field(0, ge=0, description="length of the batch warm-up")
     mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
-    max_epochs: float = Field(4.0, gt=0, description="passes over a domain at most; the rest goes to the others")
+    max_epochs: Annotated[float, Field(gt=0)] | dict[str, Annotated[float, Field(gt=0)]] = Field(
+        4.0, description="passes over a domain at most, for all or by domain; the rest goes to the others"
+    )
     optimizer: OptimizerSettings
     schedule: ScheduleSettings = ScheduleSettings()
     loop: LoopSettings = LoopSettings()

@@ -141,18 +141,33 @@ class PackedSource:
 
 
 def capped_weights(
-    weights: Mapping[str, float], rows_per_epoch: Mapping[str, float], total_rows: int, max_epochs: float
+    weights: Mapping[str, float],
+    rows_per_epoch: Mapping[str, float],
+    total_rows: int,
+    max_epochs: float | Mapping[str, float],
 ) -> dict[str, float]:
     """Mixture weights that give no domain more than `max_epochs` passes over its rows in a run of `total_rows`.
 
-    What a capped domain loses goes to the others in proportion to their weights. Raises ValueError when all domains
-    together cannot fill the run.
+    max_epochs: one cap for all, or a cap per domain (a domain that is not named has none). What a capped domain loses goes
+    to the others in proportion to their weights. Raises ValueError when all domains together cannot fill the run, or when a
+    cap names a domain without a weight.
     """
-    if total_rows > max_epochs * sum(rows_per_epoch[d] for d in weights):
+    if isinstance(max_epochs, Mapping):
+        unknown = sorted(set(max_epochs) - set(weights))
+        if unknown:
+            raise ValueError(
+                f"max_epochs names {unknown[0]!r}, which has no weight; weighted are {', '.join(sorted(weights))}"
+            )
+        caps = {d: max_epochs.get(d, float("inf")) for d in weights}
+    else:
+        caps = dict.fromkeys(weights, max_epochs)
+    most = sum(caps[d] * rows_per_epoch[d] for d in weights)
+    if total_rows > most:
         have = {d: rows_per_epoch[d] for d in sorted(weights)}
+        epochs = f"{max_epochs:g}" if not isinstance(max_epochs, Mapping) else dict(max_epochs)
         raise ValueError(
-            f"the run wants {total_rows} rows, but {max_epochs:g} epochs over {have} give only "
-            f"{int(max_epochs * sum(have.values()))}: raise max_epochs, take fewer tokens, or add data"
+            f"the run wants {total_rows} rows, but {epochs} epochs over {have} give only "
+            f"{int(most)}: raise max_epochs, take fewer tokens, or add data"
         )
     capped: dict[str, float] = {}
     while True:
@@ -160,9 +175,9 @@ def capped_weights(
         rest, total = 1.0 - sum(capped.values()), sum(free.values())
         shares = {d: rest * w / total for d, w in free.items()} if total else {}
         over = {
-            d: max_epochs * rows_per_epoch[d] / total_rows
+            d: caps[d] * rows_per_epoch[d] / total_rows
             for d, share in shares.items()
-            if share * total_rows > max_epochs * rows_per_epoch[d] * (1 + 1e-9)
+            if share * total_rows > caps[d] * rows_per_epoch[d] * (1 + 1e-9)
         }
         if not over:
             return {d: capped.get(d, shares.get(d, 0.0)) for d in sorted(weights)}
@@ -210,7 +225,8 @@ class BatchSampler:
     """Rows `first .. first + count` of a run as a batch: what training stages read.
 
     packing: 'window' or 'best_fit'. weights: domain -> share ({} takes the corpus's own proportions of tokens).
-    max_epochs: passes over any document at most; where `pack` wrote documents several times over (meta "copies"), the
+    max_epochs: passes over any document at most, for all domains or by domain; where `pack` wrote documents several
+    times over (meta "copies"), the
     domain's shard is passed that many times less often. `epochs`: domain -> passes over its shard.
     Raises ValueError naming domains that the corpus does not have.
     """
@@ -222,7 +238,7 @@ class BatchSampler:
         total_rows: int,
         seed: int,
         weights: Mapping[str, float] | None = None,
-        max_epochs: float = 4.0,
+        max_epochs: float | Mapping[str, float] = 4.0,
         packing: str = "window",
     ) -> None:
         if packing not in ("window", "best_fit"):

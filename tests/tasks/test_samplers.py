@@ -105,6 +105,13 @@ def test_epoch_caps_hand_the_rest_to_the_others():
     assert weights == pytest.approx({"a": 0.1, "c": 0.3, "b": 0.6})
     with pytest.raises(ValueError, match="the run wants 5000 rows"):
         capped_weights({"a": 1.0}, {"a": 10}, 5000, max_epochs=2)
+    rows = {"a": 10, "b": 1000, "c": 30}
+    by_domain = capped_weights({"a": 0.5, "b": 0.25, "c": 0.25}, rows, 200, {"a": 6, "c": 1})
+    assert by_domain == pytest.approx({"a": 0.3, "c": 0.15, "b": 0.55}), "a is passed six times, b has no cap"
+    with pytest.raises(ValueError, match="the run wants 200 rows, but {'a': 2, 'c': 1} epochs over .* give only 50"):
+        capped_weights({"a": 0.5, "c": 0.5}, rows, 200, {"a": 2, "c": 1})
+    with pytest.raises(ValueError, match="max_epochs names 'd', which has no weight; weighted are a"):
+        capped_weights({"a": 1.0}, rows, 5, {"d": 1.0})
 
 
 @pytest.mark.parametrize("packing", ["window", "best_fit"])
