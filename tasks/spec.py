@@ -6,18 +6,20 @@ to it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.files import canonical_json
+from tasks.files import atomic_write, canonical_json
 from tasks.params import ROOT, load_params
 
 
@@ -74,7 +76,34 @@ class StageSpec:
 
 
 def load_specs(root: Path = ROOT) -> dict[str, StageSpec]:
-    """Every stage of dvc.yaml, resolved by DVC itself (foreach, templates). ValueError when it does not parse."""
+    """Every stage of dvc.yaml, resolved by DVC itself (foreach, templates). ValueError when it does not parse.
+
+    What DVC said is kept in work/cache under the hash of all that it read: a stage's process need not load DVC, which takes a
+    second, each time one starts.
+    """
+    read = [importlib.metadata.version("dvc").encode()]
+    read += [path.read_bytes() for path in (root / "dvc.yaml", root / "params.yaml", Path(__file__)) if path.is_file()]
+    key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in read)).hexdigest()
+    cache = root / "work" / "cache" / "specs.json"
+    try:
+        kept = json.loads(cache.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            return {name: _spec(name, fields) for name, fields in kept["stages"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # none yet, of an older form, or cut short
+    specs = _resolve(root)
+    stages = {name: {k: v for k, v in asdict(spec).items() if k != "name"} for name, spec in specs.items()}
+    with contextlib.suppress(OSError):  # a workspace that cannot be written to has no stages to run either
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(cache, json.dumps({"key": key, "stages": stages}))
+    return specs
+
+
+def _spec(name: str, fields: dict) -> StageSpec:
+    return StageSpec(name, **{k: v if k == "meta" else tuple(v) for k, v in fields.items()})
+
+
+def _resolve(root: Path) -> dict[str, StageSpec]:
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 

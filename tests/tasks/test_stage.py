@@ -154,3 +154,24 @@ def test_a_module_that_is_no_stage_is_refused():
         spec_mod.stage_module("nosuch")
     with pytest.raises(ValueError, match="no Config and run"):
         spec_mod.stage_module("files")
+
+
+def test_what_dvc_said_is_kept_until_a_file_it_read_changes(tmp_path, monkeypatch):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n")
+    text = "stages:\n  one:\n    cmd: run\n    deps: [input.txt]\n    params: [seed]\n    outs: [data/${where}]\n"
+    (tmp_path / "dvc.yaml").write_text(text + "    metrics: [metrics/one.json]\n    meta: {phase: first, retries: 2}\n")
+    (tmp_path / "params.yaml").write_text("seed: 1\nwhere: a\n")
+    fresh = spec_mod.load_specs(tmp_path)
+    assert fresh["one"].outs == ("data/a",) and fresh["one"].meta == {"phase": "first", "retries": 2}
+    asked = []
+    resolve = spec_mod._resolve
+    monkeypatch.setattr(spec_mod, "_resolve", lambda root: asked.append(root) or resolve(root))
+    assert spec_mod.load_specs(tmp_path) == fresh and not asked
+    (tmp_path / "params.yaml").write_text("seed: 1\nwhere: b\n")
+    assert spec_mod.load_specs(tmp_path)["one"].outs == ("data/b",) and len(asked) == 1
+    cache = tmp_path / "work/cache/specs.json"
+    cache.write_text(cache.read_text()[:-9])
+    assert spec_mod.load_specs(tmp_path)["one"].outs == ("data/b",) and len(asked) == 2
+    (tmp_path / "dvc.yaml").write_text(text.replace("one", "two"))
+    assert list(spec_mod.load_specs(tmp_path)) == ["two"]
