@@ -159,7 +159,7 @@ def test_a_module_that_is_no_stage_is_refused():
 def test_what_dvc_said_is_kept_until_a_file_it_read_changes(tmp_path, monkeypatch):
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n")
-    text = "stages:\n  one:\n    cmd: run\n    deps: [input.txt]\n    params: [seed]\n    outs: [data/${where}]\n"
+    text = "stages:\n  one:\n    cmd: run\n    deps: [input.txt]\n    params: [seed]\n    outs:\n      - data/${where}\n"
     (tmp_path / "dvc.yaml").write_text(text + "    metrics: [metrics/one.json]\n    meta: {phase: first, retries: 2}\n")
     (tmp_path / "params.yaml").write_text("seed: 1\nwhere: a\n")
     fresh = spec_mod.load_specs(tmp_path)
