@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 
+from model.checkpoint import save_checkpoint
 from tasks.params import ROOT
+from tests.tasks.lm_case import micro_model
 
 
 def tasks(*args: str, **env: str) -> subprocess.CompletedProcess:
@@ -36,3 +38,14 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m tasks --list | head -n 1"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr == ""
+
+
+def test_init_check_tells_what_a_directory_holds_or_lacks(tmp_path):
+    save_checkpoint(micro_model(), tmp_path / "good")
+    found = tasks("init-check", str(tmp_path / "good"))
+    assert found.returncode == 0 and "layout: this project's own" in found.stdout and "init_sha256: " in found.stdout
+    (tmp_path / "good/model.safetensors").unlink()
+    result = tasks("init-check", str(tmp_path / "good"))
+    assert (
+        result.returncode == 1 and "holds no *.safetensors file" in result.stderr and "Traceback" not in result.stderr
+    )
