@@ -60,7 +60,7 @@ def start(base: Path, *command: str, **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, limit: float = 110) -> str:
+def finish(process: subprocess.Popen, limit: float = 400) -> str:
     """Its output, once it has ended well; everything it started is killed when it does not end."""
     try:
         output, _ = process.communicate(timeout=limit)

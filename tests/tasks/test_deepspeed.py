@@ -39,7 +39,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     runs = RUNS | {"zero 1": zero(1), "zero 2": zero(2), "zero 2, cut": zero(2) | {"stop": 7}}
-    return run_ranks(2, many, tmp_path_factory.mktemp("two"), runs, limit=170)
+    return run_ranks(2, many, tmp_path_factory.mktemp("two"), runs, limit=400)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -83,20 +83,20 @@ def test_zero_refuses_a_training_indexer():
 @pytest.mark.slow
 def test_resume_between_engines_and_rank_counts(two, tmp_path):
     reference = two[0]["plain"]
-    run_ranks(2, many, tmp_path, {"a": RUNS["plain"] | {"stop": 6}}, limit=100)
+    run_ranks(2, many, tmp_path, {"a": RUNS["plain"] | {"stop": 6}}, limit=300)
     found = train(0, 1, tmp_path / "a", {})
     assert min(found["points"]) == 5 and far(found["weights"], reference["weights"]) < 1e-9
     train(0, 1, tmp_path / "b", {"stop": 6})
-    for found in run_ranks(4, many, tmp_path, {"b": RUNS["plain"], "plain": RUNS["plain"]}, limit=100):
+    for found in run_ranks(4, many, tmp_path, {"b": RUNS["plain"], "plain": RUNS["plain"]}, limit=300):
         assert min(found["b"]["points"]) == 5 and far(found["b"]["weights"], reference["weights"]) < 1e-9
         assert far(found["plain"]["weights"], reference["weights"]) < 1e-9
 
 
 @pytest.mark.slow
 def test_zero_resumes(two, tmp_path):
-    for found in run_ranks(2, many, tmp_path, {"a": zero(2) | {"stop": 7}}, limit=100):
+    for found in run_ranks(2, many, tmp_path, {"a": zero(2) | {"stop": 7}}, limit=300):
         assert found["a"] is None
-    for found in run_ranks(2, many, tmp_path, {"a": zero(2)}, limit=100):
+    for found in run_ranks(2, many, tmp_path, {"a": zero(2)}, limit=300):
         assert min(found["a"]["points"]) == 5
         assert far(found["a"]["weights"], two[0]["zero 2"]["weights"]) < 1e-6
 
