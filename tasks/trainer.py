@@ -244,6 +244,9 @@ class Trainer:
         micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in own]
         counts = [batch_count(batch) for batch in micro_batches]
         terms = [self.objective.terms(b, self.step) if hasattr(self.objective, "terms") else {} for b in micro_batches]
+        # Ranks that share sequences hold a part of each; a batch without a target only keeps other ranks company.
+        parts = [bool(count) / self.layout.copies for count in counts]
+        terms = [{name: n * p for name, n in found.items()} for found, p in zip(terms, parts, strict=True)]
         sums = {name: sum(t[name] for t in terms) for name in (terms[0] if terms else ())}
         sums, _ = self.parallel.sum_step(sums | {"": sum(counts)}, [])
         total = sums[""]
