@@ -78,12 +78,14 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_mh, queue):
         ctx.save_for_backward(x, weight_mh)
-        ctx.queue = queue
+        # A parameter must be itself later, so that its own .grad grows; what is made of parameters is only saved, and counted.
+        ctx.queue, ctx.leaf = queue, weight_mh if weight_mh.is_leaf else None
         return F.linear(x, weight_mh)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
+        weight = weight if ctx.leaf is None else ctx.leaf
         ctx.queue.put((weight,), _linear_gradients, (x, dy))
         return (dy @ weight.detach() if ctx.needs_input_grad[0] else None), None, None
 

@@ -47,7 +47,7 @@ class _SwiGlu(torch.autograd.Function):
         act_nm = F.silu(gu_n2m[:, :m]).mul_(gu_n2m[:, m:])
         # The joined weights are not kept: every micro-batch in flight would hold a copy of them.
         ctx.save_for_backward(x_nh, gate_mh, up_mh, down_hm, gu_n2m)
-        ctx.queue = queue
+        ctx.queue, ctx.weights = queue, (gate_mh, up_mh, down_hm) if queue is not None else None
         return act_nm @ down_hm.T
 
     @staticmethod
@@ -61,7 +61,7 @@ class _SwiGlu(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None, None
         if ctx.queue is not None:
-            ctx.queue.put((gate_mh, up_mh, down_hm), _swiglu_gradients, (x_nh, gu_n2m, dgu_n2m, dy_nh))
+            ctx.queue.put(ctx.weights, _swiglu_gradients, (x_nh, gu_n2m, dgu_n2m, dy_nh))
             return dx, None, None, None, None
         ddown = dy_nh.T @ silu.mul_(up)
         dgate_up = dgu_n2m.T @ x_nh
@@ -119,7 +119,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
         inverse_r[order_r] = torch.arange(n * k, device=order_r.device)
         ctx.save_for_backward(x_nh, gate_up_emh, down_ehm, gu_r2m, ws_r1, token_r, inverse_r)
         ctx.bounds, ctx.shape = bounds, (n, k)
-        ctx.queue = queue
+        ctx.queue, ctx.weights = queue, (gate_up_emh, down_ehm) if queue is not None else None
         return ys_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
 
     @staticmethod
@@ -161,7 +161,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
         dweight_nk = dws_r.index_select(0, inverse_r).view(n, k)
         if later_r2m is not None:
             kept = (x_nh, token_r, gu_r2m, later_r2m, ws_r1, dy_nh)
-            ctx.queue.put((gate_up_emh, down_ehm), _grouped_gradients(bounds, num_experts), kept)
+            ctx.queue.put(ctx.weights, _grouped_gradients(bounds, num_experts), kept)
         return dx_nh, dgate_up, ddown, None, dweight_nk, None
 
 

@@ -30,7 +30,7 @@ from model.pipeline_gradients import ShardedGradients, WholeGradients
 from model.pipeline_memory import Ledger
 from model.pipeline_place import StageSpec, stage_names
 from model.pipeline_schedule import Op, Schedule, check
-from model.pipeline_stage import Batch, ModelStage, RankModel, Work
+from model.pipeline_stage import EVEN, Batch, ModelStage, RankModel, Work
 
 
 @dataclass
@@ -141,6 +141,7 @@ def execute(
     gradients: Any,
     batches: Sequence[Batch],
     shares: Sequence[float],
+    weights: Sequence[Mapping[str, float]],
     trace: Callable[[Op, float, float, float], None] | None = None,
 ) -> None:
     """Run one rank's list. trace(op, began, ready, ended): seconds; between began and ready it waited for a message."""
@@ -153,7 +154,7 @@ def execute(
         if op.kind == "F":
             x = transport.take(op) if op.stage else None
             ready = time.perf_counter()
-            out = stage.forward(op.micro, x, batches[op.micro], shares[op.micro])
+            out = stage.forward(op.micro, x, batches[op.micro], shares[op.micro], weights[op.micro])
             if op.stage + 1 < schedule.stages:
                 transport.send(Op("F", op.micro, op.stage + 1), out)
         elif op.kind == "B":
@@ -255,11 +256,17 @@ class Pipeline:
         return shape
 
     def run(
-        self, work: Work, batches: Sequence[Batch], shares: Sequence[float], dtype: torch.dtype | None = None
+        self,
+        work: Work,
+        batches: Sequence[Batch],
+        shares: Sequence[float],
+        dtype: torch.dtype | None = None,
+        weights: Sequence[Mapping[str, float]] | None = None,
     ) -> StepResult:
         """Forward and backward of all micro-batches of this replica, from gradients that `clear` left.
 
         shares weigh the micro-batches' losses: their sum over all replicas is usually 1. dtype: of the activations.
+        weights: per micro-batch, of terms of its loss that are means over something else than it (ModelStage.forward).
         """
         if len(batches) != self.schedule.micros:
             raise ValueError(f"the schedule is for {self.schedule.micros} micro-batches, got {len(batches)}")
@@ -272,9 +279,9 @@ class Pipeline:
         trace = None
         if self.trace is not None:
             trace = lambda *event: self.trace.append(event)  # noqa: E731
-        execute(
-            self.schedule, self.grid.place, self.stages, transport, self.gradients, batches, shares, trace
-        )  # fmt: skip
+        weights = [EVEN] * len(batches) if weights is None else weights
+        own = self.grid.place, self.stages, transport, self.gradients
+        execute(self.schedule, *own, batches, shares, weights, trace)
         self.gradients.finish()
         for name in sorted(self.shared):
             param = self.local.get_parameter(name)

@@ -30,22 +30,25 @@ from model.pipeline_place import StageSpec, stage_names
 from model.transformer import GlmMoeDsa
 
 Batch = Mapping[str, Tensor]
+EVEN: Mapping[str, float] = {}  # no term of the loss needs a weight of its own
 
 
 @dataclass(frozen=True)
 class Work:
     """What is computed in a step; the fields mean what they mean in GlmMoeDsa.forward and in the language-model objective.
 
-    head(model, hidden [B,S,H], MTP hidden per depth, batch) -> (loss, numbers to log): the last stage's term of the loss.
+    head(model, hidden [B,S,H], MTP hidden per depth, batch, weights) -> (loss, numbers to log): the last stage's term of the
+    loss; weights are the micro-batch's, as given to Pipeline.run.
     """
 
-    head: Callable[[nn.Module, Tensor, list[Tensor], Batch], tuple[Tensor, dict[str, Any]]]
+    head: Callable[[nn.Module, Tensor, list[Tensor], Batch, Mapping[str, float]], tuple[Tensor, dict[str, Any]]]
     attention: str = "dense"
     mtp_depth: int = 0
     balance_coef: float = 0.0
     index_rows: int | str | None = None
     index_coef: float = 1.0
     rows_seed: int = 0
+    rows_of: tuple[int, int] = (0, 1)
     recompute: bool = False
 
 
@@ -136,6 +139,7 @@ class _Passed:
     held: Held
     batch: Batch
     share: float
+    weights: Mapping[str, float]
     root: Tensor | None = None
     handle: Tensor | None = None
     kept_input: int | None = None
@@ -167,16 +171,22 @@ class ModelStage:
 
     # ---- the operations
 
-    def forward(self, micro: int, x: Tensor | None, batch: Batch, share: float) -> Tensor | None:
-        """Activations for the next stage, without graph (None on the last). x: what the stage before sent, or None."""
+    def forward(
+        self, micro: int, x: Tensor | None, batch: Batch, share: float, weights: Mapping[str, float] = EVEN
+    ) -> Tensor | None:
+        """Activations for the next stage, without graph (None on the last). x: what the stage before sent, or None.
+
+        share: of the micro-batch's loss in the step's. weights: of its terms that are means over something else; "rows" is
+        that of the balance and indexer losses.
+        """
         constants = self.weights | {storage_of(t) for t in batch.values()}
-        now = self.passed[micro] = _Passed(Held(self.ledger, constants), batch, share)
+        now = self.passed[micro] = _Passed(Held(self.ledger, constants), batch, share, weights)
         if not self.work.recompute:
             return self._run(now, x)
         if x is not None:
             now.kept_input = now.held.keep(x)
         with torch.no_grad():
-            out, _, _, _ = self._compute(x, batch)
+            out, _, _, _ = self._compute(x, batch, weights)
         return out
 
     def backward(self, micro: int, gradient: Tensor | None) -> Tensor | None:
@@ -229,7 +239,7 @@ class ModelStage:
             if x is not None:
                 now.handle = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
                 x = _Entry.apply(now.handle, x, now.gradient_in)
-            out, loss, logs, counts = self._compute(x, now.batch)
+            out, loss, logs, counts = self._compute(x, now.batch, now.weights)
             terms = []
             if loss is not None:
                 terms.append(loss * now.share)
@@ -256,7 +266,9 @@ class ModelStage:
             if gradient is not None:
                 now.queue.put((param,), _as_is, (gradient,))
 
-    def _compute(self, x: Tensor | None, batch: Batch) -> tuple[Tensor | None, Tensor | None, dict, dict]:
+    def _compute(
+        self, x: Tensor | None, batch: Batch, weights: Mapping[str, float]
+    ) -> tuple[Tensor | None, Tensor | None, dict, dict]:
         """(out, loss term, logs, counts by layer); mirrors GlmMoeDsa.forward for this stage's modules."""
         local, spec, work, cfg = self.local, self.spec, self.work, self.local.cfg
         ids_bs = batch["input_ids_bs"]
@@ -264,7 +276,8 @@ class ModelStage:
         cis_bsr = rope_cis(positions_bs, cfg.qk_rope_head_dim, cfg.rope_theta)
         args = BlockArgs(work.attention, False)
         if work.index_rows is not None:
-            args.rows_br = GlmMoeDsa._draw_rows(work.index_rows, work.rows_seed, *ids_bs.shape).to(ids_bs.device)
+            args.rows_br = GlmMoeDsa._draw_rows(work.index_rows, work.rows_seed, *ids_bs.shape, work.rows_of)
+            args.rows_br = args.rows_br.to(ids_bs.device)
             args.row_weight_br = torch.ones(args.rows_br.shape, device=ids_bs.device)
         results: list[tuple[int, Any, float]] = []  # layer, result, weight of its losses
         hidden = local.model.embed_tokens(ids_bs) if spec.embed else x
@@ -298,14 +311,15 @@ class ModelStage:
                 ("index_kl", work.index_coef if work.index_rows is not None else 0.0, result.index_loss),
             ):
                 if coef and part is not None:
-                    terms.append(coef * weight * part)
-                    logs[name] = logs.get(name, 0.0) + weight * part.detach()
+                    part = weight * weights.get("rows", 1.0) * part
+                    terms.append(coef * part)
+                    logs[name] = logs.get(name, 0.0) + part.detach()
         if not spec.head:
             out = torch.stack([hidden, *depths]) if spec.norm else hidden
             return out, sum(terms) if terms else None, logs, counts
         layers = local.mtp_layers() if depths else []
         normed = [layers[min(k, len(layers) - 1)].shared_head.norm(h) for k, h in enumerate(depths)]
-        loss, numbers = work.head(local, hidden, normed, batch)
+        loss, numbers = work.head(local, hidden, normed, batch, weights)
         return None, sum(terms, loss), logs | numbers, counts
 
 

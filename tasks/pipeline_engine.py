@@ -16,6 +16,7 @@ Check it:  python -m pytest tests/tasks/test_pipeline_engine.py
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,6 +31,7 @@ from model.pipeline_place import allowed_cuts, place
 from model.pipeline_schedule import Schedule, build, with_offload, with_reductions
 from model.pipeline_stage import Batch, Work
 from tasks.objectives import LanguageModeling
+from tasks.parallel import Part
 from tasks.parallel_engine import norm_name
 from tasks.settings import Section
 from tasks.trainer import IGNORE, batch_count, computing_in
@@ -109,25 +111,36 @@ class PipelineEngine:
     ) -> tuple[dict[str, float], list[Tensor]]:
         """(logs with `loss`, tokens per expert of each MoE layer): means and sums over the micro-batches of all ranks.
 
-        Every rank of a replica is given the same micro-batches. Each counts by its targets.
+        Every rank of a replica is given the same micro-batches; replica r of n has rows r, r + n, ... of the step's. Every
+        term of the loss is its mean over the step, as in tasks/trainer.py.
         """
         if not isinstance(objective, LanguageModeling):
             raise ValueError(
                 f"parallel.pipeline trains language models; {type(objective).__name__} is not cut into stages"
             )
-        counts = [batch_count(batch) for batch in batches]
-        everywhere = gather_json([sum(counts), len(batches)], self.pipe.device)
-        total = sum(count for count, _ in everywhere) / self.grid.pipeline
-        if total <= 0:
+        counts, terms = [batch_count(b) for b in batches], [objective.terms(b, step) for b in batches]
+        own = Counter({"": sum(counts), "micro-batches": len(batches)})
+        for one in terms:
+            own.update(one)
+        everywhere = gather_json(own, self.pipe.device)
+        sums = {k: sum(found.get(k, 0.0) for found in everywhere) / self.grid.pipeline for k in own}
+        if sums[""] <= 0:
             raise ValueError(f"step {step}: the batch has no target to learn from")
-        if min(number for _, number in everywhere) == 0:
+        numbers = [found["micro-batches"] for found in everywhere]
+        if min(numbers) == 0:
             raise ValueError(
                 f"step {step}: a replica of the pipeline has no micro-batch; take fewer processes or more rows"
             )
+        shares = [count / sums[""] for count in counts]
+        weights = [
+            {k: n / sums[k] / share for k, n in one.items() if n and share}
+            for one, share in zip(terms, shares, strict=True)
+        ]
         # Replicas reduce gradients together, so that all run as many; what fills up has no target and weighs nothing.
-        missing = self.settings.rounded(max(number for _, number in everywhere)) - len(batches)
+        missing = self.settings.rounded(max(numbers)) - len(batches)
         empty = dict(batches[-1]) | {"targets_bs": torch.full_like(batches[-1]["targets_bs"], IGNORE)}
-        batches, counts = [*batches, *[empty] * missing], [*counts, *[0.0] * missing]
+        batches = [*batches, *[empty] * missing]
+        shares, weights = [*shares, *[0.0] * missing], [*weights, *[{}] * missing]
         if len(batches) != self.pipe.schedule.micros:
             self.pipe.set_schedule(self.settings.build(len(batches)))
         work = Work(
@@ -138,11 +151,12 @@ class PipelineEngine:
             index_rows=objective.index_rows,
             index_coef=objective.index_coef,
             rows_seed=objective.row_seed + step,
+            rows_of=(self.grid.replica, self.grid.data),
             recompute=self.settings.recompute,
         )
         self.model.train()
         with computing_in(self.model, self.precision):
-            result = self.pipe.run(work, batches, [c / total for c in counts], self.precision)
+            result = self.pipe.run(work, batches, shares, self.precision, weights)
         if self.settings.shards:
             for name, gradient in self.pipe.whole_gradients().items():
                 self.model.get_parameter(name).grad = gradient
@@ -232,5 +246,5 @@ class PipelineEngine:
         return dict(sorted(found.items()))
 
 
-def _head(objective, step, model, hidden_bsh, mtp_hidden, batch):
-    return objective.head_loss(model, hidden_bsh, mtp_hidden, batch["targets_bs"], step)
+def _head(objective, step, model, hidden_bsh, mtp_hidden, batch, weights):
+    return objective.head_loss(model, hidden_bsh, mtp_hidden, batch["targets_bs"], step, Part(weights))

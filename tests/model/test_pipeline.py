@@ -26,7 +26,7 @@ def config(**changes):
     return micro(num_hidden_layers=5, **changes)
 
 
-def head(depth_weight, model, hidden, depths, batch):
+def head(depth_weight, model, hidden, depths, batch, weights):
     from tasks.objectives import shift_targets
 
     def loss(h, targets):
@@ -270,7 +270,7 @@ def test_the_ledger_counts_what_is_alive(split, offload):
     message = ROWS * SIZE * cfg.hidden_size * 4 * 3  # hidden states of the main model and of two depths
     assert pipe.ledger.most["activations"] + pipe.ledger.host_peak > 20 * message
     for op, more in found:
-        assert 0 <= more <= message * (micros + 1), (op, more, found)
+        assert 0 <= more <= message * (micros + 2), (op, more, found)
 
 
 def test_one_rank_with_several_stages(tmp_path):

@@ -9,6 +9,7 @@ from model.config import ModelConfig
 from model.muon import OptimConfig, build_optimizer
 from model.transformer import GlmMoeDsa
 from tasks.objectives import IndexerWarmup, LanguageModeling
+from tasks.parallel import Part
 from tasks.parallel_engine import norm_name
 from tasks.params import compose
 from tasks.pipeline_engine import PipelineEngine, PipelineSettings
@@ -49,9 +50,11 @@ def one_process(steps, start=None):
         batches = micro_batches(step)
         counts = [batch_count(b) for b in batches]
         logs, routed = {}, None
-        for batch, count in zip(batches, counts):
-            loss, extra = OBJECTIVE(model, batch, step)
+        terms = [OBJECTIVE.terms(b, step) for b in batches]
+        for batch, count, own in zip(batches, counts, terms):
             share = count / sum(counts)
+            weights = {k: n / sum(t[k] for t in terms) / share for k, n in own.items() if n}
+            loss, extra = OBJECTIVE(model, batch, step, Part(weights))
             (loss * share).backward()
             new = extra.pop("router_counts")
             routed = new if routed is None else [a + b for a, b in zip(routed, new)]

@@ -128,7 +128,7 @@ class Sleeping:
         time.sleep(self.seconds[kind])
         return torch.zeros(1)
 
-    def forward(self, micro, x, batch, share):
+    def forward(self, micro, x, batch, share, weights):
         return self._work("F")
 
     def backward(self, micro, gradient):
@@ -155,7 +155,7 @@ def waiting(rank, world, schedules, seconds):
         start = time.perf_counter()
         note = functools.partial(_append, events)
         nothing = [None] * schedule.micros
-        execute(schedule, rank, stages, transport, None, nothing, nothing, note)
+        execute(schedule, rank, stages, transport, None, nothing, nothing, nothing, note)
         found[label] = start, [(tuple(op), ready, ended) for op, _, ready, ended in events]
     return found
 

@@ -211,7 +211,7 @@ def test_kept_numbers_are_those_of_real_layers(attention, experts):
     batch = {"input_ids_bs": ids[:, :-1].contiguous(), "targets_bs": ids[:, 1:].contiguous()}
     specs = place(3, 3, mtp=False, head_cost=0.0)
     work = Work(
-        lambda model, h, _, b: (linear_cross_entropy(h[0], model.lm_head.weight, b["targets_bs"][0]), {}), attention
+        lambda model, h, _, b, w: (linear_cross_entropy(h[0], model.lm_head.weight, b["targets_bs"][0]), {}), attention
     )
     cost = measure(cfg, specs, work, batch, split=True)[1]
     kept = kept_numbers(cfg, 1, 128, sparse=False)
