@@ -149,25 +149,11 @@ _DATA = {
     "prose": "txt md rst markdown org adoc tex bib log pod texi rtf",
 }
 _NAMES = {
-    "makefile": "makefile",
-    "gnumakefile": "makefile",
-    "cmakelists.txt": "cmake",
-    "dockerfile": "dockerfile",
-    "rakefile": "ruby",
-    "gemfile": "ruby",
-    "meson.build": "meson",
-    "sconstruct": "python",
-    "jenkinsfile": "groovy",
-    "build.bazel": "starlark",
-    "vimrc": "vim script",
-    ".vimrc": "vim script",
-    "configure.ac": "m4",
-    "kconfig": "kconfig",
-    "package.json": "data",
-    "license": "prose",
-    "readme": "prose",
-    "changelog": "prose",
-}
+    "makefile": "makefile", "gnumakefile": "makefile", "cmakelists.txt": "cmake", "dockerfile": "dockerfile",
+    "rakefile": "ruby", "gemfile": "ruby", "meson.build": "meson", "sconstruct": "python", "jenkinsfile": "groovy",
+    "build.bazel": "starlark", "vimrc": "vim script", ".vimrc": "vim script", "configure.ac": "m4", "kconfig": "kconfig",
+    "package.json": "data", "license": "prose", "readme": "prose", "changelog": "prose",
+}  # fmt: skip
 _INTERPRETERS = {
     "sh": "shell", "bash": "shell", "zsh": "shell", "ksh": "shell", "dash": "shell", "fish": "fish",
     "python": "python", "pypy": "python", "perl": "perl", "perl6": "raku", "raku": "raku", "ruby": "ruby",
@@ -187,7 +173,11 @@ def _rules(*pairs: tuple[str, str]) -> list[tuple[str, re.Pattern]]:
 _OBJC = r"^\s*(@(interface|implementation|protocol|property|end|class)\b|#import\s)"
 _CPP = (
     r"^\s*(template\s*<|namespace\s+\w|using\s+(namespace|\w+\s*=)|class\s+\w+[^;]*\{|(public|private|protected)\s*:)"
-    r"|#include\s*<(iostream|string|vector|memory|map|algorithm|utility|functional)>|\bstd::|\bextern\s+\"C\"\s*\{\s*$"
+    r"|#include\s*<(iostream|string|vector|memory|map|algorithm|utility|functional)>|\bstd::"
+)
+# What a C header says to C++ compilers only (`extern "C" {`) is no sign of C++.
+_FOR_CPP = re.compile(
+    r"^[ \t]*#[ \t]*if(def|[ \t]+defined)[ \t(]+__cplusplus\b.*\n(?:(?![ \t]*#[ \t]*(if|else|endif)).*\n)*", re.M
 )
 # extension -> rules in order; the last entry, whose pattern matches anything, is the most frequent owner.
 _SHARED: dict[str, list[tuple[str, re.Pattern]]] = {
@@ -247,7 +237,13 @@ _SHARED: dict[str, list[tuple[str, re.Pattern]]] = {
         ("gnuplot", r"^\s*s?plot\b"),
         ("pawn", ""),
     ),
-    "pp": _rules(("pascal", r"(?i)\b(begin|procedure|unit|program)\b[^{]*$"), ("puppet", "")),
+    "pp": _rules(
+        (
+            "pascal",
+            r"(?i)^[ \t]*((unit|program|library)[ \t]+\w+[ \t]*[;(]|(procedure|function)[ \t]+\w+|begin\s*$)|\{\$\w",
+        ),
+        ("puppet", ""),
+    ),
     "gd": _rules(("gap", r"^\s*Declare\w+\(|:=|^#####"), ("gdscript", "")),
     "g": _rules(("antlr", r"^\s*((lexer|parser|tree) )?grammar \w+"), ("gap", "")),
     "mod": _rules(("go module", r"^module\s+\S+/"), ("modula-2", r"\bMODULE\b"), ("linux kernel module", "")),
@@ -322,7 +318,8 @@ def label_by_name(path: str, text: str) -> tuple[str, str]:
         mode = _mode_line(text)
         if mode:
             return mode, "mode line"
-        return next(lang for lang, pattern in _SHARED[extension] if pattern.search(text)), "extension and content"
+        plain = _FOR_CPP.sub("", text) if extension in ("h", "re") else text
+        return next(lang for lang, pattern in _SHARED[extension] if pattern.search(plain)), "extension and content"
     if extension in _BY_EXTENSION:
         return _BY_EXTENSION[extension], "extension"
     label = label_from_path(path)
@@ -351,6 +348,7 @@ _RELATIVES = [
 _KINDS = {name: "data" for name in ("json", "yaml", "toml", "xml", "ini", "csv", "gettext catalog", "diff", "hcl")}
 _KINDS |= {name: "prose" for name in ("markdown", "restructuredtext", "tex")}
 _SURE = 0.8  # content alone
+_SIGN = re.compile(r"[^\w\s.,!?'-]")  # words and full stops alone are no program for certain
 _VETO, _VETO_MARKED = 0.98, 0.8  # probability of another language, and with its syntax found as well
 _VETO_CHARS, _EXAMINED = 400, 2000
 
@@ -377,7 +375,7 @@ def detect(path: str, text: str) -> tuple[str, str]:
     language, how = label_by_name(path, text)
     if how.startswith("extension") and len(text) >= _VETO_CHARS:
         return _veto(language, how, text)
-    if how in ("content", "unknown") and text.strip():
+    if how in ("content", "unknown") and _SIGN.search(text):
         found, score = identify(text)
         if score >= _SURE and found != "text":
             return _KINDS.get(found, found), "content"

@@ -2,7 +2,8 @@
 
 The folders hold the archives that conf/code_lang_packages.txt lists (registry, name, version), as `apt-get source
 --download-only`, `apt-get download`, `npm pack`, `pip download --no-binary` and `git archive` leave them, or unpacked packages.
-Packages named in HELD_OUT are never trained on: accuracy is measured on their files.
+Packages named in HELD_OUT are never trained on, nor are copies of their files: accuracy is measured on them. The model's
+metadata name every package, its sha256, licence and the number of its files. Same packages, same bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
 
 from tasks.code_lang_model import MODEL, CodeLanguageModel, features
-from tasks.code_lang_samples import Sample, crops, read_packages
+from tasks.code_lang_samples import Sample, crops, read_packages, without_copies
 
 LANGUAGES = tuple(
     (
@@ -34,9 +36,12 @@ LANGUAGES = tuple(
     ).split("|")
 )
 # Collections of odd files from many projects: the nearest thing to what a crawl of repositories brings.
-HELD_OUT = ("rust-bat", "ohcount", "lexilla", "gtksourceview", "rouge-ruby", "kde.syntax", "ruby-rouge")
-_WORDS, _FEATURES, _DIM = 5000, 21000, 32
-_PER_LANGUAGE = 190
+HELD_OUT = (
+    "github-linguist", "gtksourceview", "kde+syntax", "kde.syntax", "lexilla", "ohcount", "rouge-ruby", "ruby-rouge", "rust-bat",
+)  # fmt: skip
+_WORDS, _FEATURES, _DIM = 8000, 36000, 48
+_PER_LANGUAGE = 360
+_BATCH, _DROPPED = 256, 0.2
 
 
 def held_out(package: str) -> bool:
@@ -61,31 +66,36 @@ def balance(samples: Iterable[Sample], per_language: int = _PER_LANGUAGE) -> lis
 
 def weights(samples: Sequence[Sample]) -> np.ndarray:
     """Sampling weights, float64 (N,), mean 1: within a language every package counts by the cube root of its files; a
-    language by its packages (at most 64) to the power 0.7, so that rare ones are not found more often than they occur."""
+    language by its packages (at most 64) to the power 0.5, so that rare ones are not found more often than they occur."""
     files = Counter((s.language, s.package) for s in samples)
     packages = Counter(language for language, _ in files)
     raw = np.array([files[s.language, s.package] ** (-2 / 3) for s in samples])
     total: dict[str, float] = defaultdict(float)
     for sample, w in zip(samples, raw):
         total[sample.language] += w
-    out = np.array([w / total[s.language] * min(64, packages[s.language]) ** 0.7 for s, w in zip(samples, raw)])
+    out = np.array([w / total[s.language] * min(64, packages[s.language]) ** 0.5 for s, w in zip(samples, raw)])
     return out / out.mean()
 
 
-def select(counted: Sequence[tuple[str, Counter[str], float]], size: int) -> list[str]:
-    """The `size` features whose presence says most about the language (mutual information under the sample weights)."""
+def select(counted: Sequence[tuple[str, Counter[str], float]], size: int, packages: Sequence[str]) -> list[str]:
+    """The `size` features whose presence says most about the language (mutual information under the sample weights), of
+    those that two packages have: what one project's files share says nothing about another's."""
     mass: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     spread: dict[str, int] = defaultdict(int)
+    first: dict[str, str] = {}
+    common: set[str] = set()
     prior: dict[str, float] = defaultdict(float)
-    for language, counts, weight in counted:
+    for (language, counts, weight), package in zip(counted, packages, strict=True):
         prior[language] += weight
         for feature in counts:
             mass[feature][language] += weight
             spread[feature] += 1
+            if first.setdefault(feature, package) != package:
+                common.add(feature)
     total = sum(prior.values())
     worth = {}
     for feature, by_language in mass.items():
-        if spread[feature] < 6:
+        if spread[feature] < 6 or feature not in common:
             continue
         n = sum(by_language.values())
         gain = 0.0
@@ -112,7 +122,7 @@ def train(
     labels: np.ndarray,
     weight: np.ndarray,
     shape: tuple[int, int, int],
-    epochs: int = 12,
+    epochs: int = 10,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Embedding (F, D), output (D, L) and bias (L,) by Adam on the weighted cross-entropy; one thread, deterministic."""
@@ -122,7 +132,7 @@ def train(
     torch.nn.init.normal_(table.weight, std=0.05)
     head = torch.nn.Linear(shape[1], shape[2])
     parameters = [*table.parameters(), *head.parameters()]
-    steps = epochs * math.ceil(len(documents) / 128)
+    steps = epochs * math.ceil(len(documents) / _BATCH)
     optimizer = torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.02, 1 - s / steps))
     target, w = torch.tensor(labels), torch.tensor(weight, dtype=torch.float32)
@@ -131,9 +141,10 @@ def train(
     # documents are drawn by weight, so that rare languages are seen as often as frequent ones
     for _ in range(epochs):
         order = torch.multinomial(w.clamp(max=60.0), len(documents), replacement=True, generator=generator)
-        for batch in order.split(128):
+        for batch in order.split(_BATCH):
             rows = [torch.from_numpy(documents[i][0]) for i in batch.tolist()]
             values = torch.cat([torch.from_numpy(documents[i][1]) for i in batch.tolist()])
+            values = values * (torch.rand(len(values), generator=generator) >= _DROPPED)  # no file needs every word
             offsets = torch.tensor([0, *[len(r) for r in rows[:-1]]]).cumsum(0)
             hidden = table(torch.cat(rows), offsets, per_sample_weights=values)
             hidden = torch.nn.functional.dropout(hidden, 0.1)
@@ -146,7 +157,13 @@ def train(
 
 
 def save(
-    path: Path, names: Sequence[str], words: Sequence[str], vectors: np.ndarray, out: np.ndarray, bias: np.ndarray
+    path: Path,
+    names: Sequence[str],
+    words: Sequence[str],
+    vectors: np.ndarray,
+    out: np.ndarray,
+    bias: np.ndarray,
+    about: Mapping[str, Any],
 ) -> None:
     scales = np.abs(vectors).max(0) / 127
     tensors = {
@@ -156,7 +173,8 @@ def save(
         "out": np.ascontiguousarray(out).astype(np.float16),
         "bias": bias.astype(np.float32),
     }
-    save_file(tensors, path, {"languages": json.dumps(list(names))})
+    meta = {"languages": list(names), **about}
+    save_file(tensors, path, {"model": json.dumps(meta, sort_keys=True)})  # several keys would have no fixed order
 
 
 def evaluate(
@@ -177,25 +195,31 @@ def evaluate(
 
 
 def fit(
-    samples: Sequence[Sample], path: Path, size: tuple[int, int, int] = (_WORDS, _FEATURES, _DIM), seed: int = 0
+    samples: Sequence[Sample],
+    path: Path,
+    size: tuple[int, int, int] = (_WORDS, _FEATURES, _DIM),
+    seed: int = 0,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Train on all of `samples` (whole files and two crops of each) and write the model to `path`."""
     names = sorted({s.language for s in samples})
     texts = [(s.language, text) for s in samples for text in (s.text, *crops(s, 2, seed))]
-    base = weights(samples)
+    base, packages = weights(samples), [s.package for s in samples]
     weight = np.repeat(base, 3)
     raw = [(s.language, features(s.text[:3000]), w) for s, w in zip(samples, base)]
     known = frozenset(
-        f for f in select([(n, Counter({f: 1 for f in c if "\x1f" not in f}), w) for n, c, w in raw], size[0])
+        f for f in select([(n, Counter({f: 1 for f in c if "\x1f" not in f}), w) for n, c, w in raw], size[0], packages)
     )
     counted = [features(text, known) for _, text in texts]
-    words = select([(texts[i][0], counted[i], weight[i]) for i in range(0, len(texts), 3)], size[1])
+    words = select([(texts[i][0], counted[i], weight[i]) for i in range(0, len(texts), 3)], size[1], packages)
     words = sorted(set(words) | known)
     index = {word: i for i, word in enumerate(words)}
     documents = [encode(c, index) for c in counted]
     labels = np.array([names.index(language) for language, _ in texts])
     vectors, out, bias = train(documents, labels, weight, (len(words), size[2], len(names)), seed=seed)
-    save(path, names, words, vectors, out, bias)
+    files = Counter(s.language for s in samples)
+    made = {"seed": seed, "size": list(size), "files": dict(sorted(files.items()))}
+    save(path, names, words, vectors, out, bias, made | dict(about or {}))
 
 
 def main() -> None:
@@ -204,9 +228,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=MODEL)
     args = parser.parse_args()
     paths = [path for folder in args.folders for path in sorted(folder.iterdir())]
-    samples = list(read_packages(paths, frozenset(LANGUAGES)))
-    fit(balance(s for s in samples if not held_out(s.package)), args.out)
-    report = evaluate(CodeLanguageModel(args.out).identify, balance((s for s in samples if held_out(s.package)), 40))
+    packages: dict[str, dict[str, str]] = {}
+    samples = list(read_packages(paths, frozenset(LANGUAGES), about=packages))
+    held = [s for s in samples if held_out(s.package)]
+    chosen = balance(without_copies((s for s in samples if not held_out(s.package)), held))
+    files = Counter(s.package for s in chosen)
+    sources = [
+        {"archive": name, "files": files[entry["package"]], **entry}
+        for name, entry in sorted(packages.items())
+        if files[entry["package"]]
+    ]
+    fit(chosen, args.out, about={"sources": sources})
+    report = evaluate(CodeLanguageModel(args.out).identify, balance(held, 40))
     for language, (files, share, confusions) in report.items():
         print(f"{language:18} {files:5} {share:.3f} {confusions}")
     print(f"macro {np.mean([share for _, share, _ in report.values()]):.4f} over {len(report)} languages")

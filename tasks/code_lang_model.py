@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -72,8 +73,10 @@ class CodeLanguageModel:
     def __init__(self, path: str | Path = MODEL):
         try:
             with safe_open(path, "numpy") as file:
-                meta = file.metadata() or {}
-                self.languages: list[str] = json.loads(meta["languages"])
+                self.about: dict[str, Any] = json.loads(
+                    (file.metadata() or {})["model"]
+                )  # sources, licences, counts, seed
+                self.languages: list[str] = self.about["languages"]
                 words = bytes(file.get_tensor("vocabulary")).decode("utf-8").split("\x1e")
                 vectors, scales = file.get_tensor("vectors"), file.get_tensor("scales")
                 self._out = file.get_tensor("out").astype(np.float32)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tasks import archives, code_lang
+from tasks import archives, code_lang, licences
 
 MAX_CHARS = 16_000
 _MIN_CHARS = 24
@@ -34,7 +34,7 @@ _NAMES = {
     "readme": "text", "changelog": "text", "authors": "text", "install": "text", "news": "text",
 }  # fmt: skip
 _EXTRA = {
-    "f": "fortran", "v": "", "m": "", "pp": "puppet", "vh": "verilog", "sv": "verilog", "svh": "verilog", "cu": "",
+    "f": "fortran", "v": "", "m": "", "vh": "verilog", "sv": "verilog", "svh": "verilog", "cu": "",
     "s": "assembly", "cls": "", "in": "", "am": "makefile", "pro": "", "t": "", "i": "", "inc": "", "def": "",
     "r": "r", "rd": "",
 }  # fmt: skip
@@ -50,8 +50,14 @@ _FOLDERS = {
     "visual-basic": "visual basic", "vb.net": "visual basic", "vim": "vim script", "coffee-script": "coffeescript",
     "pwsh": "powershell", "postgres": "sql", "mysql": "sql", "delphi": "pascal", "systemverilog": "verilog",
     "fortranfixed": "fortran", "splus": "r", "md": "markdown", "terraform": "hcl", "python3": "python",
-    "emacs": "emacs lisp", "elisp": "emacs lisp",
+    "emacs": "emacs lisp", "elisp": "emacs lisp", "visual basic .net": "visual basic",
 }  # fmt: skip
+
+
+_INI = re.compile(r"^\[[^\]\n]+\]\s*$", re.M)
+_VISUAL_BASIC = re.compile(
+    r"(?i)^[ \t]*(option explicit|attribute vb_|(public|private) (sub|function|const|declare) )", re.M
+)
 
 
 class Sample(NamedTuple):
@@ -71,6 +77,9 @@ def label(path: str, text: str, languages: frozenset[str]) -> str:
             folder = found[1].lower()
             folder = _FOLDERS.get(folder, folder)
             return folder if folder in languages and not name.endswith((".output", ".md")) else ""
+    if parts[0] == "samples" and len(parts) > 2:  # Linguist's: a folder for each language
+        language = _FOLDERS.get(parts[1].lower(), parts[1].lower())
+        return language if language in languages else ""
     if "visual/samples/" in path:  # Rouge's: the file is named after its language
         language = _FOLDERS.get(name, name.replace("_", " "))
         return language if language in languages else ""
@@ -78,7 +87,9 @@ def label(path: str, text: str, languages: frozenset[str]) -> str:
         return _NAMES.get(name, "dockerfile")
     extension = name.rpartition(".")[2] if "." in name.lstrip(".") else ""
     if extension in _BY_FORMAT and extension != "cls":
-        return _BY_FORMAT[extension]
+        return "" if _BY_FORMAT[extension] == "ini" and not _INI.search(text) else _BY_FORMAT[extension]
+    if extension == "bas" and not _VISUAL_BASIC.search(text):  # some other BASIC
+        return ""
     if extension in _EXTRA and _EXTRA[extension]:
         return _EXTRA[extension]
     language, how = code_lang.label_by_name(path, text)
@@ -103,20 +114,33 @@ def _usable(text: str) -> bool:
 
 
 def read_packages(
-    paths: Iterable[Path], languages: frozenset[str], per_package: int = _PER_PACKAGE
+    paths: Iterable[Path],
+    languages: frozenset[str],
+    per_package: int = _PER_PACKAGE,
+    about: dict[str, dict[str, str]] | None = None,
 ) -> Iterator[Sample]:
-    """Samples of archives (or of folders, one package each); at most `per_package` of a language out of each, no repeats."""
+    """Samples of archives (or of folders, one package each); at most `per_package` of a language out of each, no repeats.
+
+    `about` gets the sha256 of every archive and the licences that its licence files state, by the archive's name.
+    """
     seen: set[bytes] = set()
     for path in sorted(paths, key=lambda p: p.name):
         package = re.split(r"[_-]v?\d", path.name.removesuffix(".tar"))[0].lower()
         found: dict[str, list[Sample]] = defaultdict(list)
+        stated: dict[str, str] = {}
         for name, data in _files(path):
+            if licences.is_licence_file(name) and name.count("/") < 2 and len(stated) < 4:
+                stated[name] = data.decode("utf-8", "replace")
             text = snippet(name, data[: 4 * MAX_CHARS].decode("utf-8", "replace").replace("\r\n", "\n"))[:MAX_CHARS]
             language = label(name, text, languages) if _usable(text) else ""
             digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
             if language in languages and digest not in seen:
                 seen.add(digest)
                 found[language].append(Sample(language, package, name, text))
+        if about is not None:
+            digest = "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+            named = sorted(set(licences.by_folder(stated).values()))
+            about[path.name] = {"package": package, "sha256": digest, "licence": " AND ".join(named)}
         for language in sorted(found):
             samples = sorted(found[language], key=lambda s: hashlib.sha256(s.path.encode()).digest())
             yield from samples[: per_package * (6 if len(found) > 40 else 1)]
@@ -132,6 +156,31 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
     for member in archives.read_archive(path, limits=limits):
         if member.data is not None:
             yield member.path, member.data
+
+
+def without_copies(samples: Iterable[Sample], of: Iterable[Sample]) -> list[Sample]:
+    """`samples` but for those that share half of their lines, or half of the other's, with a sample of `of`.
+
+    Lines under 20 characters and those that more than five of `of` have (licence notices) do not count.
+    """
+    others = [_long_lines(s) for s in of]
+    holders: dict[str, list[int]] = defaultdict(list)
+    for i, lines in enumerate(others):
+        for line in lines:
+            holders[line].append(i)
+    holders = {line: where for line, where in holders.items() if len(where) <= 5}
+    sizes = [sum(line in holders for line in lines) for lines in others]
+    kept = []
+    for sample in samples:
+        lines = _long_lines(sample)
+        shared = Counter(i for line in lines for i in holders.get(line, ()))
+        if not any(n >= 2 and 2 * n >= min(sizes[i], len(lines)) for i, n in shared.items()):
+            kept.append(sample)
+    return kept
+
+
+def _long_lines(sample: Sample) -> set[str]:
+    return {line for line in map(str.strip, sample.text.splitlines()) if len(line) >= 20}
 
 
 def crops(sample: Sample, count: int, seed: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ def _compile(*pairs: tuple[str, str]) -> list[tuple[str, re.Pattern[str]]]:
 # At the start of the first line that is neither blank nor a line comment; every pattern here takes linear time.
 _OPENINGS = _compile(
     ("php", r"\A<\?php\b"),
-    ("html", r"(?i)\A<(!doctype html|html)\b"),
+    ("html", r"(?i)\A(<\?xml [^>]{0,200}>\s*)?<(!doctype html|html)\b"),
     ("vue", r"\A<template>"),
     ("xml", r"\A<\?xml\b"),
     ("postscript", r"\A%!PS"),
@@ -42,7 +42,7 @@ _MARKS = _compile(
     ("tex", r"^[ \t]*\\(documentclass|usepackage|begin\{document\})"),
     ("protocol buffer", r"^[ \t]*syntax\s*=\s*\"proto[23]\"\s*;"),
     ("haskell", r"^(\{-# LANGUAGE \w|module [A-Z][\w.]*( *\([^)]{0,2000}\))? +where\b|import qualified [A-Z])"),
-    ("emacs lisp", r"^;;; \S+ --- |^\(provide '[\w-]+\)|^[ \t]*\(interactive[ )]"),
+    ("emacs lisp", r"^\(provide '[\w-]+\)|^[ \t]*\(interactive[ )]"),
     ("common lisp", r"(?i)^\((in-package|defpackage|asdf:defsystem|defsystem) "),
     ("glsl", r"^[ \t]*#version \d{3}\b"),
     ("zig", r"^[ \t]*(pub )?const \w+ = @import\(\""),
@@ -89,7 +89,7 @@ _RELATIVES: dict[str, list[tuple[str, re.Pattern[str]]]] = {
     ),
 }  # fmt: skip
 _RELATIVES["scss"] = [_RELATIVES["css"][1]]
-_UNMARKED = {"typescript": ("javascript", _RELATIVES["javascript"][0][1]), "scss": ("css", _RELATIVES["css"][0][1])}
+_UNMARKED = {"scss": ("css", _RELATIVES["css"][0][1])}
 _EXAMINED = 6000
 
 
@@ -131,8 +131,10 @@ def _opening(head: str) -> str:
 
 
 def _is_toml(text: str) -> bool:
-    """Whether the text parses as TOML and has a quoted value, which tells it from INI."""
+    """Whether the text parses as TOML and has a quoted value, which tells it from INI, and a table, which tells it from HCL."""
     if len(text) > 50_000 or not re.search(r"^[\w.\"-]+\s*=\s*[\"\[{]", text[:_EXAMINED], re.MULTILINE):
+        return False
+    if not re.search(r"^\[\[?[\w.\" -]+\]\]?\s*(#|$)", text[:_EXAMINED], re.MULTILINE):
         return False
     try:
         return bool(tomllib.loads(text))

@@ -101,3 +101,67 @@ def test_samples_are_read_labelled_and_drawn_from_packages(tmp_path):
     assert found[1].text == "echo hello brave world $HOME\n"
     cuts = list(code_lang_samples.crops(found[0], 5, seed=1))
     assert cuts == list(code_lang_samples.crops(found[0], 5, seed=1)) and all(c in found[0].text for c in cuts)
+
+
+def test_c_headers_that_speak_to_cpp_compilers_are_c():
+    guarded = "#ifdef __cplusplus\n{}\n#endif\n"
+    header = (
+        "#ifndef A_H\n"
+        + guarded.format('extern "C" {')
+        + "int area(int width, int height);\n"
+        + guarded.format("}")
+        + "#endif\n"
+    )
+    for text in (header, header.replace("#ifdef __c", "# if defined(__c").replace("__cplusplus\n", "__cplusplus)\n")):
+        assert code_lang.label_by_name("a/area.h", text)[0] == "c"
+    both = header.replace('extern "C" {', 'extern "C" {\nclass Hidden;\nnamespace a {').replace("\n}\n", "\n}}\n")
+    assert code_lang.label_by_name("a/area.h", both)[0] == "c"  # C++ between the guards alone
+    assert code_lang.label_by_name("a/area.h", header + "namespace shapes {\nint x;\n}\n")[0] == "c++"
+
+
+def test_pascal_and_puppet_share_an_extension():
+    pascal = "{ units are programs }\nunit Shapes;\ninterface\nprocedure Draw(x: integer);\nimplementation\nend.\n"
+    puppet = (
+        "# begin with this unit of the program\nclass shapes (\n  $x = 1,\n) {\n  file { '/a': ensure => present }\n}\n"
+    )
+    assert (
+        code_lang.label_by_name("a.pp", pascal)[0] == "pascal"
+        and code_lang.label_by_name("a.pp", puppet)[0] == "puppet"
+    )
+    languages = frozenset({"pascal", "puppet", "ini", "visual basic"})
+    assert code_lang_samples.label("x/a.pp", pascal, languages) == "pascal"
+    assert code_lang_samples.label("x/a.cfg", "set a 1\nset b 2\n", languages) == ""
+    assert code_lang_samples.label("x/a.cfg", "[part]\na = 1\n", languages) == "ini"
+    assert code_lang_samples.label("x/a.bas", '10 PRINT "HELLO"\n20 GOTO 10\n', languages) == ""
+    assert (
+        code_lang_samples.label("x/a.bas", "Option Explicit\nPublic Sub Main()\nEnd Sub\n", languages) == "visual basic"
+    )
+    assert code_lang_samples.label("samples/Pascal/x.inc", pascal, languages) == "pascal"  # Linguist's own label
+
+
+def test_copies_of_held_out_files_are_not_trained_on():
+    lines = [f"    result_{i} = compute_the_value({i})\n" for i in range(20)]
+    notice = "".join(f"# You may redistribute this file, clause {i}\n" for i in range(10))
+    held = [Sample("python", f"held-{n}", "a.py", notice + f"unique_name_of_the_file_{n} = {n}\n") for n in range(6)]
+    held.append(Sample("python", "held", "b.py", notice + "".join(lines)))
+    kept = Sample("python", "a", "other.py", notice + "".join(x.replace("compute", "derive") for x in lines))
+    copies = [
+        Sample("python", "a", "same.py", held[-1].text),
+        Sample("python", "a", "part.py", "".join(lines[:12])),  # its own lines are the other's
+        Sample("python", "a", "longer.py", "".join(lines[5:]) + kept.text),  # most of the other's
+    ]
+    assert code_lang_samples.without_copies([*copies, kept], held) == [kept]
+
+
+def test_a_model_says_what_it_was_made_from(tmp_path):
+    about = {"sources": [{"archive": "one-1.0.tar.gz", "sha256": "ab", "licence": "MIT", "files": 12}]}
+    code_lang_fit.fit(samples(), tmp_path / "m", (50, 80, 4), about=about)
+    model = CodeLanguageModel(tmp_path / "m")
+    assert model.about["sources"] == about["sources"] and model.about["files"] == {"c": 18, "python": 18}
+    assert model.about["seed"] == 0 and model.languages == ["c", "python"]
+
+
+def test_features_of_one_package_alone_are_not_learned():
+    counted = [("c", {"both": 1, "mine": 1}, 1.0)] * 8 + [("d", {"both": 1}, 1.0)] * 8
+    packages = ["a"] * 8 + ["b"] * 8
+    assert code_lang_fit.select(counted, 5, packages) == ["both"]
