@@ -73,7 +73,13 @@ def train_step(rank, world, per_node, stages, case):
 
 @pytest.mark.parametrize(
     "world, per_node, stages, case",
-    [(2, 2, 1, "float32"), (4, 4, 1, "float32"), (4, 4, 1, "float64"), (4, 2, 2, "float64"), (4, 4, 1, "skewed")],
+    [
+        (2, 2, 1, "float32"),
+        (4, 2, 2, "float64"),
+        (4, 4, 1, "skewed"),
+        pytest.param(4, 4, 1, "float32", marks=pytest.mark.slow),
+        pytest.param(4, 4, 1, "float64", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_equal_one_process(world, per_node, stages, case):
     model = build(case)
