@@ -128,11 +128,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds of a step")
-    print(f"{'stage':<12} {'1 process':>10} {f'{args.ranks} ranks':>10} {'speed-up':>9} {'CPU of all / of one':>20}")
+    print(
+        f"{'stage':<12} {'1 process':>10} {f'{args.ranks} ranks':>10} {'speed-up':>9} {'CPU of one':>11} {'CPU of all':>11}"
+    )
     for row in measure(args.stages, args.steps, args.rounds, args.ranks):
         print(
             f"{row['stage']:<12} {1e3 * row['wall_one']:10.1f} {1e3 * row['wall_many']:10.1f} {row['speed_up']:8.2f}x "
-            f"{row['cpu_ratio']:19.3f}x"
+            f"{1e3 * row['cpu_one']:11.1f} {1e3 * row['cpu_many']:11.1f} {row['cpu_ratio']:7.3f}x"
         )
 
 
