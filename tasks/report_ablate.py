@@ -111,15 +111,20 @@ def attention_section(found: Mapping[str, Any], plots: Sequence[Mapping[str, flo
                 m: ", ".join(f"{v:.1f}" for v in result[m]["max_attention_logit"]["seeds"]) for m in ("whole", "split")
             }
             bpb = {m: cell(result[m]["bits_per_byte"]["all"], 3) for m in ("whole", "split")}
+            seeds = zip(*(result[m]["max_attention_logit"]["seeds"] for m in ("whole", "split")), strict=True)
+            least = min(whole / split for whole, split in seeds)
             verdict = '<span class="yes">yes</span>' if result["is_regime"] else '<span class="no">no</span>'
-            lines.append([escape(key), logits["whole"], logits["split"], bpb["whole"], bpb["split"], verdict])
+            lines.append(
+                [escape(key), logits["whole"], logits["split"], bpb["whole"], bpb["split"], f"{least:.2f}", verdict]
+            )
         heads = [
             "setting",
             "plain Muon, each seed",
             "Muon Split",
             "bits per byte",
             "Muon Split",
-            "grows only without Split",
+            "least ratio",
+            "past the bounds",
         ]
         content += panel(table(heads, lines))
         for key in found["regime"]:

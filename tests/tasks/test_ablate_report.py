@@ -26,7 +26,8 @@ def attention():
         "parameters": spread(1000), "cache_per_token": spread(36), "bits_per_byte": {"all": spread(2.1234, 2.2)},
         "choice": spread(0.5), "max_attention_logit": spread(12.3, 14.5),
     }  # fmt: skip
-    regime = {"hot": {"whole": one, "split": one, "is_regime": True}}
+    split = one | {"max_attention_logit": spread(12.3, 29.0)}
+    regime = {"hot": {"whole": one, "split": split, "is_regime": False}}
     return {"variants": {"mla": one, "mla_split": one}, "regime": regime}
 
 
@@ -61,7 +62,7 @@ def build(tmp_path, found):
 def test_the_page(tmp_path):
     html = build(tmp_path, {"ablate_mtp": mtp(), "ablate_attention": attention(), "ablate_efficient": efficient()})
     for text in (
-        "12,345", "2.600<small class='in'>± 0.100</small>", "0.80", "2.1617", "12.3, 14.5", "grows only without Split",
+        "12,345", "2.600<small class='in'>± 0.100</small>", "0.80", "2.1617", "12.3, 14.5", "past the bounds", "<td>0.50</td>",
         "FSSF", "0.25 / 0.25", "1.50 / 1.50", "Table 6", "MLA + Muon Split", "Training loss",
     ):  # fmt: skip
         assert text in html, text
