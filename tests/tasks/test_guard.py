@@ -57,11 +57,16 @@ def same(a, b):
 GUARD = {"history": 3, "window": 8, "rise": 1.0}
 
 
-@pytest.mark.parametrize("how", ["loss", "spike", "gradient"])
-@pytest.mark.parametrize("bad", [{0}, {6}, {4, 11}])
+@pytest.mark.parametrize(
+    ("how", "bad"),
+    [
+        (how, bad)
+        for how in ("loss", "spike", "gradient")
+        for bad in ({0}, {6}, {4, 11})
+        if (how, bad) != ("spike", {0})
+    ],
+)
 def test_a_bad_batch_is_as_if_it_had_never_been(tmp_path, how, bad):
-    if how == "spike" and 0 in bad:
-        pytest.skip("the first step has no history to be a spike of")
     far = GuardSettings(**GUARD | {"window": 3})
     trainer = make(tmp_path / "a", objective=faulty(bad, how), guard=far)
     trainer.run()
