@@ -131,7 +131,7 @@ def test_an_outer_launcher_decides(whole, tmp_path):
 
 @pytest.mark.slow
 def test_no_orphan_after_kill_9(tmp_path):
-    base = ws.workspace(tmp_path / "w", **LONG | {"tokens": 2000 * 128})
+    base = ws.workspace(tmp_path / "w", **LONG | {"tokens": 800 * 128})
     ws.spread_over(base, processes=2, launcher="deepspeed")
     process = ws.start(base)
     others = ws.wait_for_ranks(process, base, count=2)
