@@ -140,7 +140,7 @@ def search_regime(stage: Stage, config: Config, tokens: TokenSet) -> dict[str, A
         found[name] = {**rows, "is_regime": holds, "settings": settings.model_dump()}
         stage.print(
             f"regime {name}: largest logit plain Muon {', '.join(f'{v:.1f}' for v in logits['whole'])}; Muon Split "
-            f"{', '.join(f'{v:.1f}' for v in logits['split'])}: {'growth' if holds else 'no clear difference'}"
+            f"{', '.join(f'{v:.1f}' for v in logits['split'])}: {'past' if holds else 'not past'} the bounds"
         )
     return found
 
