@@ -216,6 +216,7 @@ def roofline(shape: Shape, size: int = 8192, topk: int = 256, rows_measured: int
     probs = torch.bmm(q[chunk[0]], gathered.transpose(1, 2)).softmax(-1)
     logits = torch.randn_like(probs)
     left, right = torch.cat([logits, probs], 1), torch.cat([q[chunk[0]], F.pad(dout[chunk[0]], (0, s.rope))], 1)
+    dbuffer = torch.empty_like(gathered)
     dgathered, dkv = torch.bmm(left.transpose(1, 2), right).flatten(0, 1), torch.zeros_like(kv)
     seen = (first + size) / 2  # keys per query
     pair = 2 * s.heads * topk  # flop per row and column
@@ -249,7 +250,10 @@ def roofline(shape: Shape, size: int = 8192, topk: int = 256, rows_measured: int
             0, 3 * small, 3 * small * step,
         ),
         "back: d q": (each(bmm(logits, gathered)), pair * s.c, moved + per_row + small, work),
-        "back: d kv": (each(bmm(left.transpose(1, 2), right)), pair * (s.c + s.latent), moved + 2 * per_row + 2 * small, work),
+        "back: d kv": (
+            each(lambda i: torch.bmm(left.transpose(1, 2), right, out=dbuffer)),
+            pair * (s.c + s.latent), moved + 2 * per_row + 2 * small, work,
+        ),
         "back: scatter": (each(lambda i: dkv.index_add_(0, flat[i], dgathered)), 0, 3 * moved, 4 * size * s.c + work),
     }  # fmt: skip
     table = []
