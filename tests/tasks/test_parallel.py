@@ -407,7 +407,7 @@ def test_an_error_of_a_rank_is_shown(tmp_path):
     path = base / "tasks/objectives.py"
     line = "        return self.mtp_depth if"
     assert path.read_text().count(line) == 1
-    fault = '        import os\n        if os.environ["RANK"] == "1" and step == 4:\n            raise ValueError("out of luck")\n'
+    fault = '        if __import__("os").environ["RANK"] == "1" and step == 4:\n            raise ValueError("out of luck")\n'
     code = path.read_text().replace(line, fault + line)
     path.write_text(code)
     process = ws.start(base)
