@@ -136,8 +136,8 @@ class Kept:
 def kept_numbers(cfg: ModelConfig, layer: int, length: int, *, sparse: bool) -> Kept:
     """What our kernels save for backward in one layer (a test compares it with the saved tensors of real layers).
 
-    Counted for long sequences: masks and statistics of one number per head are left out. Recurrences (gdn) count as the
-    attention whose projections they use.
+    Counted for long sequences: masks, statistics of one number per head and joined copies of weights are left out. Recurrences
+    (gdn) count as the attention whose projections they use.
     """
     h, q, kv, heads = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.num_attention_heads
     qk, v, groups = cfg.qk_head_dim, cfg.value_head_dim, cfg.kv_heads

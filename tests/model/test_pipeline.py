@@ -162,6 +162,19 @@ TWO_RANKS = {
     "one MTP layer per depth": case("interleaved", 2, 4, 2, cfg=config(num_nextn_predict_layers=2), depth=3),
     "tied embeddings": case("interleaved", 2, 4, 2, cfg=config(tie_word_embeddings=True)),
     "indexer": case("interleaved", 2, 4, 2, attention="sparse", rows=4),
+    "shared selections": case(
+        "1f1b",
+        1,
+        4,
+        2,
+        cfg=config(indexer_types=("full", "shared", "full", "shared", "shared")),
+        attention="sparse",
+        rows=4,
+        flexible=False,
+    ),
+    "other attentions": case(
+        "zero_bubble", 2, 4, 2, cfg=config(layer_types=("full", "swa", "gdn", "simple_gdn", "full"), sliding_window=5)
+    ),
 }
 DEEP = micro(num_hidden_layers=7)
 FOUR_RANKS = {
