@@ -143,11 +143,14 @@ def one_seed(stage: Stage, tokens: TokenSet, seed: int) -> dict[str, Any]:
         return convert(base, pattern, "swa", sliding_window=config.sliding_window).eval()
 
     def search() -> dict[str, Any]:
+        # Cases of their own: a pattern chosen on the cases of the tables would be favoured there.
+        lengths = config.probes.model_copy(update={"lengths": [config.beam.length]})
+        _, ranking = probing.prepare(tokens, lengths, stage.rng_seed("beam"))
         found = beam_search(
             layers,
             fixed.count("S"),
             lambda pattern: mean_score(
-                probing.score(windows(pattern), [p for p in run.cases if p.length == config.beam.length]),
+                probing.score(windows(pattern), ranking),
                 config.beam.measure,
             ),
             config.beam.beam,

@@ -54,6 +54,7 @@ def head(data: Collected, config: Config) -> str:
         cards.append(card(f"{good} / {len(result['export'])}", "exports read back equal"))
     anchors = ("line", "curation", "training", "rl", "evaluation", "quantization", "export", "files")
     links = "".join(f'<a href="#{a}">{a if a != "rl" else "reinforcement learning"}</a>' for a in anchors)
+    links += '<a href="#ablations">ablations</a>'
     return (
         f"<h1>{escape(config.title)}</h1>"
         '<p class="lead">From raw documents to a quantized, exported and evaluated GLM-5-style model: what each stage '
@@ -72,6 +73,17 @@ def line_section(data: Collected, graph_file: Path) -> str:
     return section("line", "The line", text, panel(picture))
 
 
+def ablations_section() -> str:
+    """Where the ablations' page is: they are a phase of their own, which this stage must not wait for."""
+    text = (
+        "Attention (MLA, MLA-256, GQA; Muon against Muon Split), multi-token prediction with speculative decoding, and efficient "
+        "attention (sliding windows, GDN, SimpleGDN, DSA) at growing lengths are compared by a phase of their own, "
+        "<code>prefect deployment run ablate/tiny</code>. Its tables and curves: "
+        '<a href="../ablate_report/report.html">data/ablate_report/report.html</a>.'
+    )
+    return section("ablations", "Ablations", text, "")
+
+
 def build(data: Collected, config: Config, graph_file: Path) -> str:
     """The whole page."""
     parts = [
@@ -83,6 +95,7 @@ def build(data: Collected, config: Config, graph_file: Path) -> str:
         evaluation_section(data),
         quantization_section(data),
         export_section(data),
+        ablations_section(),
         files_section(graph_file),
     ]
     return page(config.title, "\n".join(parts))
