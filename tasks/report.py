@@ -79,7 +79,7 @@ def ablations_section() -> str:
         "Attention (MLA, MLA-256, GQA; Muon against Muon Split), multi-token prediction with speculative decoding, and efficient "
         "attention (sliding windows, GDN, SimpleGDN, DSA) at growing lengths are compared by a phase of their own, "
         "<code>prefect deployment run ablate/tiny</code>. Its tables and curves: "
-        '<a href="../ablate_report/report.html">data/ablate_report/report.html</a>.'
+        "<code>data/ablate_report/report.html</code>."
     )
     return section("ablations", "Ablations", text, "")
 

@@ -182,7 +182,7 @@ def test_page_is_self_contained_deterministic_and_complete(run_dir, tmp_path):
     links.feed(html)
     assert links.fetched == [] and "url(" not in html and "@import" not in html
     assert not re.search(r'(href|src|action)="(?!#)', html.replace('xmlns="http://www.w3.org/2000/svg"', ""))
-    assert all(t.startswith("#") and t[1:] in links.ids for t in links.targets) and len(links.targets) == 8
+    assert all(t.startswith("#") and t[1:] in links.ids for t in links.targets) and len(links.targets) == 9
     for text in (
         "near duplicate 1,100",
         "Indexer KL, warm-up",
