@@ -73,7 +73,10 @@ def test_a_broken_dvc_yaml_is_a_clear_error(toy):
 def test_the_real_line_has_every_phase_and_known_retries():
     nodes = graph.read(REPO)
     phases = {node.phase for node in nodes.values()}
-    assert phases == {"curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate"}
+    assert phases == {"curate", "pretrain", "midtrain", "posttrain", "deploy", "evaluate", "ablate"}
+    assert {node.phase for node in nodes.values() if node.by_request} == {"ablate"}
+    line = graph.closure(nodes, graph.match(nodes, None))
+    assert not any(nodes[name].by_request for name in line), "the line must not wait for what runs by request"
     for node in nodes.values():
         assert node.timeout_minutes, f"{node.name} has no time limit"
 

@@ -183,10 +183,11 @@ def test_two_ranks_equal_one_process(two, name):
         assert result[name]["losses"] == pytest.approx(losses, abs=1e-5)
         for ours, theirs in zip(result[name]["norms"], norms, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-        assert far(result[name]["weights"], model.state_dict()) < (1e-5 if name == "fp32" else 1e-9)
+        # fp32: a sum in another order is one rounding away, and AdamW and Newton-Schulz carry that through twelve steps
+        assert far(result[name]["weights"], model.state_dict()) < (5e-5 if name == "fp32" else 1e-9)
     whole = optimizer.state_tensors()
     assert two[0][name]["state"].keys() == whole.keys() and two[1][name]["state"] == {}
-    assert far(two[0][name]["state"], whole) < (1e-5 if name == "fp32" else 1e-9)
+    assert far(two[0][name]["state"], whole) < (5e-5 if name == "fp32" else 1e-9)
     assert losses[1] - losses[10] > 0.1, "it must learn, or equality says little"
     assert norms[0]["grad_norm"] > 0.5, "clipping must act, or it is not tested"
 
