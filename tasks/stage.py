@@ -218,9 +218,10 @@ class Stage:
 
     # end
     def check_rejects(self) -> None:
-        """ValueError when more records than `max_reject_share` were rejected."""
-        base = max(self._seen, self._rejected)
-        if base and self._rejected / base > self.config.max_reject_share:
+        """ValueError when more records than `max_reject_share` were rejected. One or two in a small input are no reason,
+        unless the share is 0 or they are more than half of it."""
+        base, share = max(self._seen, self._rejected), self.config.max_reject_share
+        if self._rejected > max(share * base, min(2, base / 2) if share else 0):
             raise ValueError(
                 f"stage {self.name}: {self._rejected} of {base} records were rejected, above max_reject_share = "
                 f"{self.config.max_reject_share}; reasons are in {self._keep_rejects()}"

@@ -159,7 +159,9 @@ def test_a_module_that_is_no_stage_is_refused():
 def test_what_dvc_said_is_kept_until_a_file_it_read_changes(tmp_path, monkeypatch):
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n")
-    text = "stages:\n  one:\n    cmd: run\n    deps: [input.txt]\n    params: [seed]\n    outs:\n      - data/${where}\n"
+    text = (
+        "stages:\n  one:\n    cmd: run\n    deps: [input.txt]\n    params: [seed]\n    outs:\n      - data/${where}\n"
+    )
     (tmp_path / "dvc.yaml").write_text(text + "    metrics: [metrics/one.json]\n    meta: {phase: first, retries: 2}\n")
     (tmp_path / "params.yaml").write_text("seed: 1\nwhere: a\n")
     fresh = spec_mod.load_specs(tmp_path)
@@ -175,3 +177,25 @@ def test_what_dvc_said_is_kept_until_a_file_it_read_changes(tmp_path, monkeypatc
     assert spec_mod.load_specs(tmp_path)["one"].outs == ("data/b",) and len(asked) == 2
     (tmp_path / "dvc.yaml").write_text(text.replace("one", "two"))
     assert list(spec_mod.load_specs(tmp_path)) == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "share", "fails"),
+    [(1, 13, 0.05, False), (2, 3, 0.05, False), (3, 13, 0.05, True), (1, 13, 0.0, True), (1, 1, 0.05, False), (2, 1, 0.05, True),
+     (5, 95, 0.05, False), (6, 94, 0.05, True), (1, 0, 0.05, True)],
+)  # fmt: skip
+def test_a_bad_record_or_two_do_not_stop_a_small_run(tmp_path, bad, good, share, fails):
+    def run(stage):
+        write_one(stage)
+        stage.seen(good + bad)
+        for i in range(bad):
+            stage.reject(f"record {i}", "broken")
+
+    def go():
+        run_stage_for_test(module(run), {"count": 1, "max_reject_share": share}, outs=["data/toy"], tmp=tmp_path)
+
+    if fails:
+        with pytest.raises(ValueError, match=f"{bad} of {bad + good} records were rejected"):
+            go()
+    else:
+        go()
