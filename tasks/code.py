@@ -169,9 +169,13 @@ def _candidates(stage: Stage, excluded: documents.Exclusions, reports: dict[str,
 
 
 def _within_budget(rows: list[dict], config: Config, excluded: documents.Exclusions) -> list[dict]:
+    """The rows that fit `max_mb`: the user's own first, then the corpus's in the order of a hash."""
     total, per_language = config.max_mb * 1e6, config.max_mb * 1e6 * config.max_language_share
     used, kept = Counter(), set()
-    order = sorted(range(len(rows)), key=lambda i: (xxhash.xxh3_64_intdigest(rows[i]["id"].encode(), seed=1), i))
+    own = ["record" in json.loads(row["meta"]) for row in rows]
+    order = sorted(
+        range(len(rows)), key=lambda i: (not own[i], xxhash.xxh3_64_intdigest(rows[i]["id"].encode(), seed=1), i)
+    )
     for i in order:
         size = len(rows[i]["text"].encode())
         if used["all"] + size <= total and used["lang", rows[i]["lang"]] + size <= per_language:

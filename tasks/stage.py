@@ -219,9 +219,9 @@ class Stage:
     # end
     def check_rejects(self) -> None:
         """ValueError when more records than `max_reject_share` were rejected. One or two in a small input are no reason,
-        unless the share is 0 or they are more than half of it."""
+        unless the share is 0 or they are more than a quarter of it."""
         base, share = max(self._seen, self._rejected), self.config.max_reject_share
-        if self._rejected > max(share * base, min(2, base / 2) if share else 0):
+        if self._rejected > max(share * base, min(2, base / 4) if share else 0):
             raise ValueError(
                 f"stage {self.name}: {self._rejected} of {base} records were rejected, above max_reject_share = "
                 f"{self.config.max_reject_share}; reasons are in {self._keep_rejects()}"

@@ -177,6 +177,15 @@ def test_stage(tmp_path):
     assert {r["lang"] for r in rows} == {"python"} and {json.loads(r["meta"])["licence"] for r in rows} == {"MIT"}
 
 
+def test_a_budget_takes_the_users_own_files_first(tmp_path):
+    real = acquire(tmp_path / "real", {f"src/m{i}.py": (SOURCE + f"VALUE = {i}\n").encode() for i in range(40)})
+    texts = {f"own{i}.py": (SOURCE + f"OWN = {i}\n").encode() for i in range(3)}
+    own = [Record(record_id("mine", path, 0, text), "code", text, path, source="mine") for path, text in texts.items()]
+    out = run_code(tmp_path, real, {"max_mb": 0.012, "repo_share": 0.0, "drop_tiers": []}, own)
+    sources = {row["source"] for row in documents.read_documents(out)}
+    assert {f"mine/own{i}.py" for i in range(3)} <= sources and 20 < len(sources) < 43
+
+
 def test_too_many_unreadable_files_fail_the_stage(tmp_path):
     real = acquire(tmp_path / "real", {"a.py": SOURCE.encode(), "b.py": b"\xff\xff"})
     with pytest.raises(ValueError, match="rejected"):
