@@ -9,7 +9,10 @@ an 8-word run of main content in quantity with a benchmark's pages are left out,
 
 A block's label is the share of its words that stand in the expected text with three of their neighbours. A block weighs
 as much as its words do in its page's score, so that long pages and long blocks count as they do in the mean F1.
-The first trees see the block; the second see what the first, fitted on other sites, say of its surroundings.
+The first trees see the block; the second see what the first, fitted on other sites, say of its surroundings: here all
+of the first trees are asked, in use plain blocks leave them early. Trained on the sums that are left then, the second
+lost F1: 0.0007 on articles of the held-out fold, 0.003 on the gold pages. Same pages, same bytes: the shipped file with
+GOLD_DIR = ../shared/gold/article-extraction, in three minutes of one core.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
+from numba import njit
 
 from tasks import extract_trees
 from tasks.extract import NotText, decode_html
@@ -247,6 +251,21 @@ def export(model, edges: Sequence[np.ndarray] | None = None) -> Trees:
     )  # fmt: skip
 
 
+@njit(cache=True)
+def all_trees(x, roots, feature, threshold, left, value, bias):
+    """extract_trees.trees without leaving early: probability float32[B] by every tree."""
+    out = np.empty(len(x), np.float32)
+    for b in range(len(x)):
+        total = bias
+        for root in roots:
+            node = root
+            while left[node] >= 0:
+                node = left[node] + (x[b, feature[node]] > threshold[node])
+            total += value[node]
+        out[b] = 1 / (1 + np.exp(-total))
+    return out
+
+
 def page_score(example: Example, keep: np.ndarray) -> tuple[float, float]:
     """(precision, recall) of a choice of blocks, in tokens."""
     good = example.tokens * example.labels
@@ -272,7 +291,8 @@ def train(examples: list[Example], least: int = 8) -> tuple[BlockClassifier, tup
     inside = [[i for i, e in enumerate(order) if e.fold != k] for k in range(FOLDS)]
     for k in range(FOLDS):
         model = fit([xs[i] for i in inside[k]], [order[i] for i in inside[k]], TREES["first"])
-        first += [model(xs[i]) for i, e in enumerate(order) if e.fold == k]
+        arrays = (model.roots, model.feature, model.threshold, model.left, model.value, np.float32(model.bias))
+        first += [all_trees(xs[i], *arrays) for i, e in enumerate(order) if e.fold == k]
     width = xs[0].shape[1] + len(extract_trees.SECOND)
     seen = [
         extract_trees.second(x, near, e.page.elements, e.page.blocks, p, width)

@@ -239,6 +239,19 @@ def test_trees_are_those_of_the_library():
     np.testing.assert_allclose(export(model)(x), model.predict_proba(x)[:, 1], atol=1e-5)
 
 
+def test_training_asks_every_tree_and_use_leaves_early():
+    ensemble = pytest.importorskip("sklearn.ensemble", reason="scikit-learn (training only) is not installed")
+    from tasks.extract_train import all_trees, export
+
+    x = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
+    model = ensemble.HistGradientBoostingClassifier(max_iter=80, random_state=0).fit(x, x[:, 0] > 1.5)
+    trees, library = export(model), model.predict_proba(x)[:, 1]
+    arrays = (trees.roots, trees.feature, trees.threshold, trees.left, trees.value, np.float32(trees.bias))
+    np.testing.assert_allclose(all_trees(x, *arrays), library, atol=1e-5)
+    plain = np.abs(trees(x) - library) > 1e-4
+    assert plain.any() and library[plain].max() < 0.03
+
+
 def test_labels_find_the_expected_text_once():
     """A teaser that repeats a sentence of the article is not main content; a short line of it is."""
     pytest.importorskip("sklearn", reason="scikit-learn (training only) is not installed")
