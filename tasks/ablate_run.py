@@ -23,9 +23,7 @@ from model.config import ModelConfig
 from model.muon import build_optimizer
 from model.transformer import GlmMoeDsa
 from tasks.files import atomic_write
-from tasks.lm_run import LmConfig, batch_sizes
-from tasks.samplers import BatchSampler
-from tasks.schedules import LearningRate
+from tasks.lm_run import LmConfig, batch_sizes, learning_rate, row_sampler
 from tasks.stage import Stage
 from tasks.tokens import TokenSet
 from tasks.trainer import Objective, Trainer, pick_device, split_batch
@@ -121,24 +119,9 @@ def train_variant(
 
     extra(step, row) -> a row of {'input_ids_bs', 'targets_bs'} [S] that takes this row's place, or {} to keep the text row.
     """
-    sizes, schedule = batch_sizes(config), config.schedule
-    rate = LearningRate(
-        schedule.kind,
-        schedule.total_tokens or sizes.tokens_before(sizes.steps),
-        schedule.warmup_tokens,
-        schedule.start,
-        schedule.end,
-        schedule.offset_tokens,
-    )
-    sampler = BatchSampler(
-        tokens,
-        config.seq_len,
-        sizes.first_row(sizes.steps),
-        variant.stage.rng_seed("batches", seed),
-        config.mixture,
-        config.max_epochs,
-        packing,
-    )
+    sizes = batch_sizes(config)
+    rate = learning_rate(config, sizes)
+    sampler = row_sampler(config, tokens, sizes, variant.stage.rng_seed("batches", seed), packing)
 
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
         rows = sizes.rows_at(step)

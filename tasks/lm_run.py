@@ -183,6 +183,21 @@ def batch_sizes(config: LmConfig) -> BatchSize:
     )
 
 
+def learning_rate(config: LmConfig, sizes: BatchSize) -> LearningRate:
+    """The stage's learning-rate curve over its tokens."""
+    schedule = config.schedule
+    total = schedule.total_tokens or sizes.tokens_before(sizes.steps)
+    return LearningRate(
+        schedule.kind, total, schedule.warmup_tokens, schedule.start, schedule.end, schedule.offset_tokens
+    )
+
+
+def row_sampler(config: LmConfig, tokens: TokenSet, sizes: BatchSize, seed: int, packing: str) -> BatchSampler:
+    """All rows of the stage, by its mixture and caps."""
+    rows = sizes.first_row(sizes.steps)
+    return BatchSampler(tokens, config.seq_len, rows, seed, config.mixture, config.max_epochs, packing)
+
+
 def language_modeling(config: LmConfig, **options: Any) -> LanguageModeling:
     """Next-token and multi-token prediction as the stage's settings have it; `options` go to the objective."""
     sizes, mtp = batch_sizes(config), config.mtp
@@ -215,25 +230,9 @@ def run_lm(
             "parallel.context_groups: variable is for samples of unequal length (sft); rows here are all as long"
         )
     tokens = token_dep(stage)
-    schedule = config.schedule
     batch_size = batch_sizes(config)
-    rate = LearningRate(
-        schedule.kind,
-        schedule.total_tokens or batch_size.tokens_before(batch_size.steps),
-        schedule.warmup_tokens,
-        schedule.start,
-        schedule.end,
-        schedule.offset_tokens,
-    )
-    sampler = BatchSampler(
-        tokens,
-        config.seq_len,
-        batch_size.first_row(batch_size.steps),
-        stage.rng_seed("batches"),
-        config.mixture,
-        config.max_epochs,
-        packing,
-    )
+    rate = learning_rate(config, batch_size)
+    sampler = row_sampler(config, tokens, batch_size, stage.rng_seed("batches"), packing)
     shares = ", ".join(f"{d} {w:.1%} ({sampler.epochs[d]:.2f} epochs)" for d, w in sampler.weights.items())
     stage.print(f"{batch_size.steps} steps of {config.rows} x {config.seq_len} tokens: {shares}")
 
