@@ -22,15 +22,18 @@ for _key, _value in QUIET.items():
 
 
 def connect() -> None:
-    """Points Prefect at this workspace's server when it answers, else at a temporary one; PREFECT_API_URL decides if set.
+    """Points Prefect at this workspace's server when there is one, else at a temporary one; PREFECT_API_URL decides if set.
 
-    Called before prefect is imported. An address in prefect.toml whose server is gone would stop every flow run.
+    Called before prefect is imported. An address in prefect.toml whose server is gone would stop every flow run, so it is
+    taken away; an empty PREFECT_API_URL would not do, as Prefect then sends its events nowhere and says so at each of them.
     """
     if os.environ.get("PREFECT_API_URL"):
         return
-    from flows.services import HEALTH, Services, healthy
+    from flows.services import Services
 
-    address = Services().load().get("prefect")
-    os.environ["PREFECT_API_URL"] = f"{address}/api" if address and healthy(address + HEALTH["prefect"]) else ""
+    if address := Services().prefect_address():
+        os.environ["PREFECT_API_URL"] = f"{address}/api"
+        return
+    os.environ.pop("PREFECT_API_URL", None)
     # The temporary server migrates a database first, which a busy machine does slowly.
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "240")

@@ -28,6 +28,7 @@ from flows import QUIET, ROOT
 
 HOST = "127.0.0.1"
 POOL = "local"
+SETTINGS_HEAD = "# Written by `python -m flows.services up`"
 PORTS = {"prefect": 4200, "mlflow": 5000}
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 START_S = 180.0  # a first start on a busy two-core machine migrates two databases
@@ -92,7 +93,7 @@ class Services:
                 self._wait(name, state, process)
                 say(f"{name}: started on {state[name]}")
             (self.root / "prefect.toml").write_text(
-                "# Written by `python -m flows.services up`: prefect commands typed here talk to this workspace's server.\n"
+                f"{SETTINGS_HEAD}: prefect commands typed here talk to this workspace's server.\n"
                 f'[api]\nurl = "{state["prefect"]}/api"\n'
             )
             if not self._alive(state, "worker"):
@@ -101,6 +102,17 @@ class Services:
                 say(f"worker: started for work pool {POOL}")
             self._save(state)
             return state
+
+    def prefect_address(self) -> str | None:
+        """The Prefect server's address while it answers or its process lives; forgets prefect.toml when it is gone."""
+        state = self.load()
+        address = state.get("prefect")
+        if address and (healthy(address + HEALTH["prefect"]) or self._alive(state, "prefect")):
+            return address
+        settings = self.root / "prefect.toml"
+        if settings.is_file() and settings.read_text().startswith(SETTINGS_HEAD):
+            settings.unlink(missing_ok=True)
+        return None
 
     def _reuse(self, name: str, state: dict) -> bool:
         outside = os.environ.get({"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}[name], "")

@@ -125,3 +125,15 @@ def test_the_parent_of_the_stages_records_is_the_runs_record(toy, services):
     tags = next(tags for info, tags in runs if tags.get("fingerprint") == print_)
     parent = next(info for info, _ in runs if info["run_id"] == tags["mlflow.parentRunId"])
     assert (parent["run_name"], parent["status"]) == ("lifecycle", "FINISHED")
+
+
+def test_without_any_server_and_with_the_address_of_one_that_is_gone(tmp_path):
+    from flows.services import SETTINGS_HEAD
+
+    toy = Toy(tmp_path, {"raw": []})
+    settings = toy.root / "prefect.toml"
+    settings.write_text(f'{SETTINGS_HEAD}: an old run\'s.\n[api]\nurl = "http://127.0.0.1:9/api"\n')
+    status, output = toy.run(*FLOW)
+    assert status == 0 and toy.stages() == {"raw": "Completed"}, output
+    assert not settings.exists()
+    assert "Traceback" not in output and "EventsWorker' failed" not in output, output
