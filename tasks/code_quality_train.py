@@ -1,26 +1,31 @@
 """Train the quality models of tasks/code_quality.py and check them project by project.
 
-    python -m tasks.code_quality_train FOLDER... --out conf/code_quality.json
+    python -m tasks.code_quality_train FOLDER... --installed SITE_PACKAGES --out conf/code_quality.json
 
-Each FOLDER holds one folder per project: source as it was released. Positives are the files that the rules of the code stage
-keep; negatives are bad variants of the same files (tasks/code_variants.py), so that no project's style is a cue, and real
-files that the rules call generated, minified or tables, without the lines that say so. Languages with at least
-`--least` files from two projects get a model; all others share one. Reported: ROC-AUC with each project left out in turn,
+Each FOLDER holds one folder or archive per project: source as it was released; SITE_PACKAGES adds the packages INSTALLED
+of a Python environment. What the shipped models were made from: conf/code_quality_packages.txt; the models' file names
+every project with a digest of the text taken from it. Same projects, same bytes (one thread: OMP_NUM_THREADS=1).
+
+Positives are the files that the rules of the code stage keep; negatives are bad variants of the same files
+(tasks/code_variants.py), so that no project's style is a cue, and real files that the rules call generated, minified or
+tables, without the lines that say so. Languages with at least `--least` files from two projects get a model; all others share one. Reported: ROC-AUC with each project left out in turn,
 and with each kind of negative left out of training.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from tasks import code_kinds, code_lang
+from tasks import archives, code_kinds, code_lang
 from tasks.code_features import comment_mark, features
 from tasks.code_quality import SHARED, Model, expand, to_json
 from tasks.code_text import decode
@@ -33,6 +38,11 @@ MOST_BORROWED = 1500
 BORROWED = 0.5  # weight of other languages' examples beside a language's own
 PER_PROJECT = 40  # files of one language
 VARIANTS_PER_FILE = 3
+MAX_BYTES = 60_000
+INSTALLED = (
+    "aiohttp", "click", "cryptography", "fsspec", "httpx", "hypothesis", "jinja2", "matplotlib", "mlflow", "networkx",
+    "numpy", "prefect", "pydantic", "rich", "sqlalchemy", "starlette", "torch", "werkzeug",
+)  # fmt: skip
 REAL = ("generated", "minified", "data_table", "blob", "long_line", "mean_line")
 
 
@@ -46,24 +56,37 @@ class Example:
         self.x = features(text, language)
 
 
-def read_project(folder: Path, seed: int) -> list[Example]:
-    """Examples of one project, at most PER_PROJECT files of a language; some variants of each file."""
-    config = code_kinds.KindRules(max_bytes=60_000, vendored=("node_modules", "vendor"))
+def project_files(path: Path) -> dict[str, Callable[[], bytes]]:
+    """Files of a folder or an archive by their path in it, under MAX_BYTES each; read when called."""
+    if path.is_dir():
+        found = (p for p in path.rglob("*") if p.is_file() and not p.is_symlink() and p.stat().st_size < MAX_BYTES)
+        return {p.relative_to(path).as_posix(): p.read_bytes for p in found}
+    limits = archives.Limits(member_bytes=MAX_BYTES - 1)
+    return {m.path: lambda data=m.data: data for m in archives.read_archive(path, limits=limits) if m.data is not None}
+
+
+def project_name(path: Path) -> str:
+    """The folder's name, or the archive's without its ending."""
+    return path.name if path.is_dir() else re.sub(r"\.(deb|whl|zip|tgz|tar(\.\w+)?)$", "", path.name)
+
+
+def read_project(path: Path, name: str, seed: int) -> tuple[list[Example], str]:
+    """(examples, sha256 of the texts that they were made from) of one project, at most PER_PROJECT files of a language;
+    some variants of each file."""
+    config = code_kinds.KindRules(max_bytes=MAX_BYTES, vendored=("node_modules", "vendor"))
     by_language: dict[str, list[tuple[str, str]]] = defaultdict(list)
     bad: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and p.stat().st_size < 60_000)
-    random.Random(derive_seed(seed, folder.name)).shuffle(paths)
-    for path in paths:
-        inner = path.relative_to(folder).as_posix()
+    # by hash: files that are not source, as a run leaves them beside it, do not change which source files are drawn
+    for inner, read in sorted(project_files(path).items(), key=lambda f: derive_seed(seed, name, f[0])):
         guess = code_lang.detect(inner, "")[0]
         if not guess or guess in code_lang.DATA_KINDS or len(by_language[guess]) >= PER_PROJECT:
             continue
         try:
-            text = decode(path.read_bytes())
+            text = decode(read())
         except (ValueError, OSError):
             continue
         language = code_lang.detect(inner, text)[0]
-        fault = code_kinds.fault(inner, text, min(len(text), 60_000), language, config)
+        fault = code_kinds.fault(inner, text, min(len(text), MAX_BYTES), language, config)
         if fault is None and len(text) > 400 and len(by_language[language]) < PER_PROJECT:
             by_language[language].append((inner, text))
         elif fault and fault[0] in REAL and len(bad[language]) < PER_PROJECT // 3:
@@ -72,15 +95,16 @@ def read_project(folder: Path, seed: int) -> list[Example]:
     examples = []
     for language, files in sorted(by_language.items()):
         for inner, text in files:
-            rng = random.Random(derive_seed(seed, folder.name, inner))
+            rng = random.Random(derive_seed(seed, name, inner))
             mark = comment_mark(text, language)
-            examples.append(Example(language, folder.name, "file", text))
+            examples.append(Example(language, name, "file", text))
             for kind in rng.sample(sorted(VARIANTS), VARIANTS_PER_FILE):
                 variant = VARIANTS[kind](text, mark, rng)
                 if len(variant) > 150 and variant != text:
-                    examples.append(Example(language, folder.name, kind, variant))
-        examples += [Example(language, folder.name, kind, text) for kind, text in bad.get(language, ())]
-    return examples
+                    examples.append(Example(language, name, kind, variant))
+        examples += [Example(language, name, kind, text) for kind, text in bad.get(language, ())]
+    used = json.dumps([sorted(by_language.items()), sorted(bad.items())])
+    return examples, hashlib.sha256(used.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def fit(examples: list[Example], borrowed: list[Example] = ()) -> Model:
@@ -155,8 +179,12 @@ def left_out(examples: list[Example], borrowed: list[Example], least: int = 6) -
 
 
 def kind_left_out(examples: list[Example], borrowed: list[Example]) -> dict[str, float]:
-    """AUC of each kind of negative when training knew the others only; half of the projects train, half test."""
-    half = {p: n % 2 for n, p in enumerate(sorted({e.project for e in examples}))}
+    """AUC of each kind of negative when training knew the others only; half of the projects, by files, train, half test."""
+    size = Counter(e.project for e in examples if e.kind == "file")
+    half, filled = {}, [0, 0]
+    for project in sorted({e.project for e in examples}, key=lambda p: (-size[p], p)):
+        half[project] = side = int(filled[1] < filled[0])
+        filled[side] += size[project]
     result = {}
     for kind in sorted({e.kind for e in examples} - {"file"}):
         pairs = []
@@ -216,11 +244,11 @@ def train(examples: list[Example], least: int) -> tuple[dict[str, Model], dict[s
             "auc_by_new_kind": kind_left_out(found, borrowed),
         }
         kinds = report[name]["auc_by_new_kind"]
-        lowest = min(kinds, key=lambda k: kinds[k], default="none")
+        lowest, mean = min(kinds, key=lambda k: kinds[k], default="none"), np.mean([*kinds.values()] or [float("nan")])
         print(
             f"{name:<14} {positive.sum():>5} files {len(per_project):>3} projects, AUC left out "
             f"{report[name]['auc_left_out']:.4f}, lowest project {min(per_project.values(), default=float('nan')):.3f}, new "
-            f"kinds mean {np.mean(list(kinds.values())):.3f} lowest {lowest} {kinds.get(lowest, float('nan')):.3f}",
+            f"kinds mean {mean:.3f} lowest {lowest} {kinds.get(lowest, float('nan')):.3f}",
             flush=True,
         )
     return models, report
@@ -229,17 +257,25 @@ def train(examples: list[Example], least: int) -> tuple[dict[str, Model], dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--installed", type=Path, help="site-packages folder that holds the packages INSTALLED")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--least", type=int, default=80, help="files of a language for a model of its own")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    places = {project_name(p): p for folder in args.folders for p in folder.iterdir() if not p.name.startswith(".")}
+    if args.installed:
+        places |= {f"site-{name}": args.installed / name for name in INSTALLED}
     examples: list[Example] = []
-    for folder in args.folders:
-        for project in sorted(p for p in folder.iterdir() if p.is_dir()):
-            examples += read_project(project, args.seed)
+    projects = {}
+    for name, place in sorted(places.items()):
+        if not place.exists():
+            raise ValueError(f"{place}: not there; --installed needs all of: {', '.join(INSTALLED)}")
+        found, digest = read_project(place, name, args.seed)
+        examples += found
+        projects[name] = {"files": sum(e.kind == "file" for e in found), "sha256": digest}
     models, report = train(examples, args.least)
     if args.out:
-        atomic_write(args.out, to_json(models, {"projects": sorted({e.project for e in examples}), "report": report}))
+        atomic_write(args.out, to_json(models, {"projects": projects, "report": report}))
         print(json.dumps({"models": len(models), "bytes": args.out.stat().st_size}))
 
 
