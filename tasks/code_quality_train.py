@@ -8,8 +8,8 @@ every project with a digest of the text taken from it. Same projects, same bytes
 
 Positives are the files that the rules of the code stage keep; negatives are bad variants of the same files
 (tasks/code_variants.py), so that no project's style is a cue, and real files that the rules call generated, minified or
-tables, without the lines that say so. Languages with at least `--least` files from two projects get a model; all others share one. Reported: ROC-AUC with each project left out in turn,
-and with each kind of negative left out of training.
+tables, without the lines that say so. Languages with at least `--least` files from two projects get a model; all others
+share one. Reported: ROC-AUC with each project left out in turn, and with each kind of negative left out of training.
 """
 
 from __future__ import annotations

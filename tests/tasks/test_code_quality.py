@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,35 @@ def test_training_reported_every_model_on_projects_it_had_not_seen():
     assert set(report) == set(code_quality.load())
     assert all(r["auc_left_out"] > 0.85 and len(r["auc_by_project"]) >= 2 for r in report.values())
     assert report[code_quality.SHARED]["languages"] > 20
+
+
+def test_shipped_models_name_the_packages_they_are_from():
+    conf = code_quality.MODELS.parent
+    rows = [line.split() for line in (conf / "code_quality_packages.txt").read_text().splitlines() if line[0] != "#"]
+    listed = {
+        f"site-{row[1]}" if row[0] == "installed" else re.sub(r"\.(deb|tgz|tar\.gz)$", "", row[1]) for row in rows
+    }
+    projects = json.loads(code_quality.MODELS.read_text())["about"]["projects"]
+    assert set(projects) == listed and all(len(p["sha256"]) == 64 for p in projects.values())
+
+
+def test_a_project_is_the_same_packed_or_not_and_beside_files_that_are_no_source(tmp_path):
+    source = Path(__file__).parents[2] / "tasks"
+    folder = tmp_path / "open" / "project"
+    folder.mkdir(parents=True)
+    for path in sorted(source.glob("code_*.py")):
+        (folder / path.name).write_text(path.read_text())
+    with tarfile.open(tmp_path / "project.tar.gz", "w:gz") as tar:
+        tar.add(folder, "project-1.0")
+    assert code_quality_train.project_name(tmp_path / "project.tar.gz") == "project"
+    packed, digest = code_quality_train.read_project(tmp_path / "project.tar.gz", "project", 0)
+    (folder / "__pycache__").mkdir()
+    for name in "abcdef":
+        (folder / "__pycache__" / f"{name}.pyc").write_bytes(bytes(500))
+    beside, same = code_quality_train.read_project(folder, "project", 0)
+    assert digest == same and [(e.kind, list(e.x)) for e in packed] == [(e.kind, list(e.x)) for e in beside]
+    (folder / "code_kinds.py").write_text("def one():\n    return 1\n" * 30)
+    assert code_quality_train.read_project(folder, "project", 0)[1] != digest
 
 
 def test_unseen_library_code_against_its_bad_variants():
