@@ -99,7 +99,9 @@ class HookedAttention(nn.Module):
 def hook_linears(model: GlmMoeDsa, apply: LinearFn) -> GlmMoeDsa:
     """Replace, in place, every product the recipe quantizes by `apply(module name, x)`. For scoring only. Returns the model."""
     if model.cfg.attention != "mla" or model.cfg.layer_types is not None:
-        raise ValueError("the integer emulator computes full MLA layers only: model.attention 'mla' and no model.layer_types")
+        raise ValueError(
+            "the integer emulator computes full MLA layers only: model.attention 'mla' and no model.layer_types"
+        )
     for layer, block in enumerate(model.blocks):
         name = f"model.layers.{layer}"
         block.self_attn = HookedAttention(block.self_attn, f"{name}.self_attn", apply)

@@ -181,8 +181,10 @@ def test_what_dvc_said_is_kept_until_a_file_it_read_changes(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("bad", "good", "share", "fails"),
-    [(1, 13, 0.05, False), (2, 6, 0.05, False), (2, 3, 0.05, True), (3, 13, 0.05, True), (1, 13, 0.0, True), (1, 3, 0.05, False), (1, 1, 0.05, True),
-     (5, 95, 0.05, False), (6, 94, 0.05, True), (1, 0, 0.05, True)],
+    [
+        (1, 13, 0.05, False), (2, 6, 0.05, False), (2, 3, 0.05, True), (3, 13, 0.05, True), (1, 13, 0.0, True),
+        (1, 3, 0.05, False), (1, 1, 0.05, True), (5, 95, 0.05, False), (6, 94, 0.05, True), (1, 0, 0.05, True),
+    ],
 )  # fmt: skip
 def test_a_bad_record_or_two_do_not_stop_a_small_run(tmp_path, bad, good, share, fails):
     def run(stage):
