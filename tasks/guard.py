@@ -49,7 +49,9 @@ class Event:
 
 
 class Guard:
-    """Judges every step's loss; remembers accepted losses (`history`, part of the checkpoint) and events (a file of their own).
+    """Judges every step's loss; remembers accepted losses (`histories`, part of the checkpoint) and events (a file of their own).
+
+    Steps of different kinds (an SFT step with replayed text in it, and one without) are compared with their own kind only.
 
     Args: settings; folder: the run's scratch, where `guard.json` lives; evidence: where refused batches are kept; rank: of
     several, each keeps its share of the batch and the first alone writes the rest.
@@ -58,19 +60,26 @@ class Guard:
     def __init__(self, settings: GuardSettings, folder: Path, evidence: Path, rank: int = 0) -> None:
         self.settings, self.evidence, self.rank = settings, Path(evidence), rank
         self._file = Path(folder) / "guard.json"
-        self.history: list[float] = []
+        self.histories: dict[str, list[float]] = {}
+        self._kind = ""  # of the step judged last
         self.events: list[Event] = []
         if self._file.is_file():
             found = json.loads(self._file.read_text(encoding="utf-8"))
             self.events = [Event(e["step"], e["reason"], tuple(e["skipped"]), e["batch"]) for e in found]
 
     @property
+    def history(self) -> list[float]:
+        """Accepted losses of the kind judged last."""
+        return self.histories.get(self._kind, [])
+
+    @property
     def skipped(self) -> set[int]:
         """Steps that are taken without an update."""
         return {step for event in self.events for step in event.skipped}
 
-    def judge(self, loss: float, norms: Mapping[str, float]) -> str | None:
-        """Why a step is refused, or None; an accepted loss joins the history. Call before the weights change."""
+    def judge(self, loss: float, norms: Mapping[str, float], kind: str = "") -> str | None:
+        """Why a step is refused, or None; an accepted loss joins its kind's history. Call before the weights change."""
+        self._kind = kind
         if not math.isfinite(loss):
             return f"loss is {loss}"
         for name, norm in norms.items():
@@ -78,7 +87,7 @@ class Guard:
                 return f"{name.replace('grad_norm', 'gradient norm')} is {norm}"
         reason = self._spike(loss) if self.settings.on else None
         if reason is None:
-            self.history = [*self.history[-self.settings.window + 1 :], loss]
+            self.histories[kind] = [*self.history[-self.settings.window + 1 :], loss]
         return reason
 
     def _spike(self, loss: float) -> str | None:

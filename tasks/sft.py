@@ -181,6 +181,8 @@ def run(stage: Stage) -> None:
         evaluate=lambda m, step: heldout_losses(m, heldout, config.micro_tokens),
         parallel=config.parallel,
         layout=layout,
+        # replayed text costs nats where conversations cost tenths: no spike, a step of another kind
+        kind=lambda step: "replay" if text is not None and step % replay.every == 0 else "",
     )
     losses = trainer.run()
     model = layout.whole_model(model)

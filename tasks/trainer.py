@@ -105,6 +105,7 @@ class Trainer:
         describe: Callable[[int], Mapping[str, Any]] = lambda step: {},
         parallel: ParallelSettings | None = None,
         layout: Layout | None = None,
+        kind: Callable[[int], str] = lambda step: "",
     ) -> None:
         if steps < 1:
             raise ValueError(f"a training run needs at least one step, got {steps}")
@@ -119,7 +120,7 @@ class Trainer:
         self.counters: dict[str, float] = {"tokens": 0.0}
         self.last_eval: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
-        self.describe = describe
+        self.describe, self.kind = describe, kind
         self.store = ResumeStore(stage.scratch, settings.keep_last, stage.print, settings.async_save)
         self.guard = Guard(settings.guard, stage.scratch, stage.evidence, self.parallel.rank)
         self.router = RouterWatch(moe_layers(model), settings.router_window, settings.router_dead_share, stage.print)
@@ -132,7 +133,7 @@ class Trainer:
             "counters": self.counters,
             "last_eval": self.last_eval,
             "best": self.best,
-            "losses": self.guard.history,
+            "losses": self.guard.histories,
             "router": self.router.state(),
         }
         files = {"model": self.layout.whole(self.model.state_dict()), "optimizer": self.optimizer.state_tensors()}
@@ -150,7 +151,7 @@ class Trainer:
         self.optimizer.load_state_tensors(found.files["optimizer"])
         state = found.state
         self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
-        self.best, self.guard.history = state["best"], state["losses"]
+        self.best, self.guard.histories = state["best"], state["losses"]
         self.router.load_state(state["router"])
 
     def resume(self) -> bool:
@@ -284,7 +285,8 @@ class Trainer:
         logs, router_counts = self.parallel.sum_step({**logs, "tokens": tokens}, router_counts)
         tokens = logs.pop("tokens")
         norms = self._clip()
-        reason = self.guard.judge(logs.get("lm_loss", logs["loss"]), {"loss": logs["loss"], **norms})
+        judged = logs.get("lm_loss", logs["loss"])
+        reason = self.guard.judge(judged, {"loss": logs["loss"], **norms}, self.kind(self.step))
         if reason is not None:
             raise StepFault(reason, micro_batches)
         self.optimizer.step()

@@ -145,3 +145,14 @@ def test_what_is_no_spike(tmp_path):
     assert "spike" in guard.judge(20.0, {}) and guard.history[-1] == 0.01, "a refused loss is no history"
     assert guard.judge(3.0, {"grad_norm": float("inf")}) == "gradient norm is inf"
     assert guard.judge(3.0, {"loss": float("nan")}) == "loss is nan"
+
+
+def test_steps_are_compared_with_their_own_kind(tmp_path):
+    """SFT that has learnt its conversations and replays text at every twelfth step: no spike but within a kind."""
+    guard = Guard(GuardSettings(), tmp_path, tmp_path / "kept")
+    for step in range(480):
+        kind = "replay" if step % 12 == 0 else ""
+        loss = 3.0 + step / 240 if kind else max(0.05, 3.0 - step / 60)
+        assert guard.judge(loss, {}, kind) is None, step
+    assert "spike" in guard.judge(5.0, {}, "")
+    assert guard.judge(5.1, {}, "replay") is None and "spike" in guard.judge(40.0, {}, "replay")
