@@ -56,8 +56,26 @@ def training_section(data: Collected) -> str:
         return ""
     charts.append('<div class="grid">' + "".join(panel(line_chart(c)) for c in small) + "</div>")
     charts.append(recall_table(data))
+    charts.append(watch_note(data))
     text = "Language-model stages end to end; dotted lines mark where a stage begins."
     return section("training", "Training", text, "".join(charts))
+
+
+def watch_note(data: Collected) -> str:
+    """What watched over training refused or warned of, stage by stage; "" where no stage says."""
+    told, watched = [], 0
+    for stem, found in sorted(data.metrics.items()):
+        if not isinstance(guard := found.get("guard"), dict):
+            continue
+        watched += 1
+        if guard["events"]:
+            steps = ", ".join(map(str, guard["skipped_steps"]))
+            told.append(f"{escape(stem)}: the guard refused {guard['events']} times and skipped steps {steps}")
+        if found.get("dead_expert_alarms"):
+            told.append(f"{escape(stem)}: {found['dead_expert_alarms']} alarms of dead experts")
+    if not watched:
+        return ""
+    return f'<p class="note">Guard and router, {watched} stages: {"; ".join(told) or "nothing refused, no expert dead"}.</p>'
 
 
 def recall_table(data: Collected) -> str:

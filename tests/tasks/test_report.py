@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -252,3 +253,16 @@ def test_paths_that_params_give_are_edges_too(tmp_path):
         assert edges(read_graph(tmp_path / "dvc.yaml"))["b"] == expected
     (tmp_path / "params.yaml").unlink()
     assert read_graph(tmp_path / "dvc.yaml")["b"].deps == ("${b.x.init_from}",)
+
+
+def test_what_the_guard_refused_is_on_the_page(collected):
+    from tasks.report_made import watch_note
+
+    collected = copy.copy(collected)
+    collected.metrics = dict(collected.metrics)
+    assert watch_note(collected) == ""
+    collected.metrics["midtrain_s1"] = {"guard": {"events": 0, "skipped_steps": []}, "dead_expert_alarms": 0}
+    assert "1 stages: nothing refused, no expert dead" in watch_note(collected)
+    collected.metrics["sft"] = {"guard": {"events": 2, "skipped_steps": [396, 407, 408]}, "dead_expert_alarms": 1}
+    note = watch_note(collected)
+    assert "sft: the guard refused 2 times and skipped steps 396, 407, 408; sft: 1 alarms of dead experts" in note
