@@ -56,8 +56,9 @@ def test_positions_beyond_all_windows_do_not_matter():
         far, near = batch.clone(), batch.clone()
         far[0, 29 - 10] = (far[0, 29 - 10] + 1) % 96
         near[0, 29 - 9] = (near[0, 29 - 9] + 1) % 96
-        assert torch.equal(model(far, attention="dense").hidden_bsh[0, -1], base)
-        assert not torch.equal(model(near, attention="dense").hidden_bsh[0, -1], base)
+        # not bit for bit: the earlier token may take other experts, and a product's kernel depends on its rows
+        torch.testing.assert_close(model(far, attention="dense").hidden_bsh[0, -1], base, rtol=1e-4, atol=1e-5)
+        assert (model(near, attention="dense").hidden_bsh[0, -1] - base).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("base", list(BASES))
