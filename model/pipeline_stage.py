@@ -13,6 +13,7 @@ Check it:  python -m pytest tests/model/test_pipeline.py
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,13 +54,24 @@ class Work:
 
 
 class RankModel(nn.Module):
-    """The modules of some stages, under the names that they have in GlmMoeDsa. Weights are uninitialised: init or load them."""
+    """The modules of some stages, under the names that they have in GlmMoeDsa.
 
-    def __init__(self, cfg: ModelConfig, specs: Sequence[StageSpec], device: torch.device | str = "cpu") -> None:
+    whole: the model whose modules they are, weights and all; None makes them anew, uninitialised: init or load them.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        specs: Sequence[StageSpec],
+        device: torch.device | str = "cpu",
+        whole: GlmMoeDsa | None = None,
+    ) -> None:
         super().__init__()
         self.cfg, self.specs = cfg, list(specs)
-        with torch.device("meta"):
-            whole = GlmMoeDsa(cfg)
+        new = whole is None
+        if whole is None:
+            with torch.device("meta"):
+                whole = GlmMoeDsa(cfg)
         needed = {name for name in whole.state_dict() if any(stage_names(cfg, s, name) for s in specs)}
         self.model = nn.Module()
         if "model.embed_tokens.weight" in needed:
@@ -67,9 +79,9 @@ class RankModel(nn.Module):
         self.model.layers = nn.ModuleDict()
         for i, layer in enumerate(whole.model.layers):
             if any(i in s.layers or (s.mtp and i >= cfg.num_hidden_layers) for s in specs):
-                self.model.layers[str(i)] = layer
                 if i >= cfg.num_hidden_layers and not any(s.head for s in specs):
-                    del layer.shared_head
+                    layer = _without(layer, "shared_head")
+                self.model.layers[str(i)] = layer
             elif i >= cfg.num_hidden_layers and any(s.head for s in specs):
                 self.model.layers[str(i)] = nn.Module()
                 self.model.layers[str(i)].shared_head = layer.shared_head
@@ -77,12 +89,13 @@ class RankModel(nn.Module):
             self.model.norm = whole.model.norm
         if any(s.head for s in specs):
             self.lm_head = whole.lm_head
-        self.to_empty(device=device)
-        if cfg.tie_word_embeddings and any(s.head for s in specs):
-            self.lm_head.weight = self.model.embed_tokens.weight
+        if new:
+            self.to_empty(device=device)
+            if cfg.tie_word_embeddings and any(s.head for s in specs):
+                self.lm_head.weight = self.model.embed_tokens.weight
         buffers = {name for name, _ in self.named_buffers()} - set(self.state_dict())
         assert not buffers, f"buffers outside the state have no values here: {buffers}"
-        assert set(self.state_dict()) <= set(whole.state_dict())
+        assert set(self.state_dict()) == needed
 
     def init_weights(self, seed: int) -> RankModel:
         """The values that GlmMoeDsa.init_weights(seed) gives these parameters. Returns self."""
@@ -103,6 +116,13 @@ class RankModel(nn.Module):
     def mtp_layers(self) -> list[nn.Module]:
         first, count = self.cfg.num_hidden_layers, self.cfg.num_nextn_predict_layers
         return [self.model.layers[str(i)] for i in range(first, first + count)]
+
+
+def _without(module: nn.Module, name: str) -> nn.Module:
+    """A module with the same children and tensors but one, which `module` itself keeps."""
+    found = copy.copy(module)
+    found._modules = {key: child for key, child in module._modules.items() if key != name}
+    return found
 
 
 class _Entry(torch.autograd.Function):
@@ -274,11 +294,14 @@ class ModelStage:
         ids_bs = batch["input_ids_bs"]
         positions_bs = torch.arange(ids_bs.shape[1], device=ids_bs.device)[None]
         cis_bsr = rope_cis(positions_bs, cfg.qk_rope_head_dim, cfg.rope_theta)
-        args = BlockArgs(work.attention, False)
+        mask_bs = batch.get("token_mask_bs")
+        args = BlockArgs(work.attention, False, token_mask_bs=mask_bs)
         if work.index_rows is not None:
             args.rows_br = GlmMoeDsa._draw_rows(work.index_rows, work.rows_seed, *ids_bs.shape, work.rows_of)
             args.rows_br = args.rows_br.to(ids_bs.device)
             args.row_weight_br = torch.ones(args.rows_br.shape, device=ids_bs.device)
+            if mask_bs is not None:
+                args.row_weight_br = mask_bs.gather(1, args.rows_br).float()
         results: list[tuple[int, Any, float]] = []  # layer, result, weight of its losses
         hidden = local.model.embed_tokens(ids_bs) if spec.embed else x
         depths: list[Tensor] = []
