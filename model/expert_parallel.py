@@ -13,7 +13,8 @@ holds the tokens of all ranks of the group: it is summed over ranks with the sam
 Run its tests: `python -m pytest tests/model/test_expert_parallel.py`
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import nn
 from kernels.experts import grouped_experts
 from model.all_to_all import Exchange, Route, gather_counts
 from model.moe import Experts, MoE
+from model.state_parts import Piece, Region, Source
 
 SHARDED = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -113,6 +115,43 @@ def expert_shards(tensors: Mapping[str, torch.Tensor], route: Route) -> dict[str
             tensor = tensor[first:last].clone()
         shards[name] = tensor
     return shards
+
+
+def placed(piece: Piece, route: Route) -> Piece | None:
+    """A piece of this rank's experts as one of the unsharded model's; None for what another rank of the group writes."""
+    if len(piece.shape) != 3:
+        return piece if route.rank == 0 else None
+    first = route.rank * math.prod(piece.shape)
+    region = (piece.region or Region.range(0, math.prod(piece.shape))).shifted(first)
+    return Piece.part(piece.name, (piece.shape[0] * route.size, *piece.shape[1:]), piece.values, region)
+
+
+class LocalExperts(Source):
+    """A source of an unsharded model as a rank of an expert group sees it: of expert tensors, its experts only."""
+
+    def __init__(self, source: Source, route: Route) -> None:
+        self.source, self.route = source, route
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self.source.shape(name)
+        if not is_expert(name) or len(shape) != 3:
+            return shape
+        first, last = local_experts(shape[0], self.route)
+        return (last - first, *shape[1:])
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        shape = self.shape(name)
+        if not is_expert(name) or len(shape) != 3:
+            return self.source.read(name, region)
+        size = math.prod(shape)
+        values = self.source.read(name, (region or Region.range(0, size)).shifted(self.route.rank * size))
+        return values if region else values.view(shape)
 
 
 def exchange_bytes(choices_pp: list[list[int]], hidden: int, element: int) -> int:

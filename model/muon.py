@@ -12,7 +12,7 @@ Check it:  python -m pytest tests/model/test_muon.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.newton_schulz import newton_schulz_groups
+from model.state_parts import Piece
 
 UPDATE_RMS = 0.2
 # Parameters that Muon never takes, whatever their rank: lookup tables, and everything one-dimensional.
@@ -270,7 +271,11 @@ class MuonSplit(torch.optim.Optimizer):
         tensors = {f"{self.names[p]}.{slot}": value for p, state in self.state.items() for slot, value in state.items()}
         return dict(sorted(tensors.items()))
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def owned_state(self) -> list[Piece]:
+        """The state as a checkpoint takes it (model/state_parts.py): one process owns all."""
+        return [Piece.whole(name, tensor) for name, tensor in self.state_tensors().items()]
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores `state_tensors`. Raises ValueError naming unknown parameters or wrong shapes."""
         by_name = {n: p for p, n in self.names.items()}
         fresh: dict[Tensor, dict[str, Tensor]] = {}

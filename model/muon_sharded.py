@@ -8,14 +8,14 @@ a time is in flight, so that the transient memory is one bucket.
 
     bytes sent by all ranks together:   gradients (N - 1) P, parameters (N - 1) P     (P: bytes of the trained parameters)
 
-State is written in logical form, the form of model/muon.py, and can be read by any number of ranks.
+State has the logical form of model/muon.py: each rank writes the parts that it owns, and any number of ranks reads them.
 
 Check it:  python -m pytest tests/model/test_muon_sharded.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from model.muon import MuonSplit, split_blocks
 from model.muon_plan import SLOTS, SMALLEST_CUT, Traffic, Unit, plan_units
+from model.state_parts import Piece, Region, as_source, gather_pieces
 
 BUCKET_BYTES = 64 << 20
 
@@ -297,57 +298,53 @@ class ShardedMuonSplit:
         self._seen = [seen or live for seen, live in zip(self._seen, self._live, strict=True)]
 
     # state
-    @torch.no_grad()
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state under logical names, whole, in host memory of rank 0; {} elsewhere. Every rank must call it."""
-        found: dict[str, Tensor] = {}
-        for index, (name, param, kind) in enumerate(zip(self.names, self.params, self.kinds, strict=True)):
+    def _region(self, place: int) -> Region:
+        """Which elements of its parameter a unit is."""
+        unit = self.units[place]
+        return Region.of(self._piece(unit, self.params[unit.param].detach()), self.params[unit.param].detach())
+
+    def owned_state(self) -> list[Piece]:
+        """What this rank writes of the optimizer state: its units' slots, step counters with a parameter's first unit."""
+        pieces = []
+        for place, mine in self.mine.items():
+            index = self.units[place].param
             if not self._seen[index]:
                 continue
-            for slot in SLOTS[kind]:
-                whole = torch.empty_like(param, device="cpu", memory_format=torch.contiguous_format)
-                for place in self.units_of[index]:
-                    unit = self.units[place]
-                    scalar = slot == "step"
-                    if unit.owner == self.rank:
-                        value = self.inner.state[self.mine[place]][slot].to("cpu")
-                        if self.rank != 0:
-                            dist.send(value.contiguous(), dst=self.global_ranks[0], group=self.control)
-                    elif self.rank == 0:
-                        value = torch.empty(
-                            () if scalar else unit.shape, dtype=torch.float32 if scalar else param.dtype
-                        )
-                        dist.recv(value, src=self.global_ranks[unit.owner], group=self.control)
-                    if self.rank == 0:
-                        if scalar:
-                            whole = value.clone()
-                        else:
-                            self._piece(unit, whole).copy_(value)
-                if self.rank == 0:
-                    found[f"{name}.{slot}"] = whole
-        return dict(sorted(found.items()))
+            for slot in SLOTS[self.kinds[index]]:
+                value, name = self.inner.state[mine][slot], f"{self.names[index]}.{slot}"
+                if slot != "step":
+                    pieces.append(Piece.part(name, self.params[index].shape, value, self._region(place)))
+                elif place == self.units_of[index][0]:
+                    pieces.append(Piece.whole(name, value))
+        return sorted(pieces, key=lambda piece: piece.name)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Optimizer state under logical names, whole, in host memory of rank 0; {} elsewhere. Every rank must call it."""
+        return gather_pieces(self.owned_state(), self.control)
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restores `state_tensors`, of any number of ranks; each rank is given all and keeps what it owns.
-
-        Raises ValueError naming unknown parameters or wrong shapes.
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores the state that any number of ranks wrote; of a source (model/state_parts.py) only what this rank owns is
+        read. Raises ValueError naming unknown parameters or wrong shapes.
         """
+        source = as_source(tensors)
         by_name = {name: index for index, name in enumerate(self.names)}
         self.reset_state()
-        for key in sorted(tensors):
+        for key in sorted(source):
             name, slot = key.rsplit(".", 1)
             if name not in by_name:
                 raise ValueError(f"optimizer state names {name!r}, which this optimizer does not own")
-            index, value = by_name[name], tensors[key]
-            if slot != "step" and value.shape != self.params[index].shape:
+            index, shape = by_name[name], source.shape(key)
+            if slot != "step" and shape != tuple(self.params[index].shape):
                 raise ValueError(
-                    f"optimizer state {key} has shape {list(value.shape)}, expected {list(self.params[index].shape)}"
+                    f"optimizer state {key} has shape {list(shape)}, expected {list(self.params[index].shape)}"
                 )
             self._seen[index] = True
             for place in self.units_of[index]:
                 if place in self.mine:
-                    part = value if slot == "step" else self._piece(self.units[place], value.contiguous())
-                    device = "cpu" if slot == "step" else self.mine[place].device
-                    copy = part.to(device, copy=True, memory_format=torch.contiguous_format)
-                    self.inner.state.setdefault(self.mine[place], {})[slot] = copy
+                    if slot == "step":
+                        value = source.read(key)
+                    else:
+                        value = source.read(key, self._region(place)).view(self.units[place].shape)
+                        value = value.to(self.mine[place].device)
+                    self.inner.state.setdefault(self.mine[place], {})[slot] = value

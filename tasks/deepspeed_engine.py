@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from model.muon import MuonSplit
 from model.muon_sharded import ShardedMuonSplit
+from model.state_parts import Piece, Region, as_source, gather_pieces
 from tasks.parallel import PATIENCE, Parallel
 
 
@@ -163,56 +165,78 @@ class DeepSpeedEngine:
         return next((g["lr"] for g in groups if g["group"] == group), 0.0)
 
     # state
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state under logical names, whole, on the writer; every rank must call it."""
+    def owned_state(self) -> list[Piece]:
+        """What this rank writes of the optimizer state: with ZeRO, its range of every parameter that its partitions touch."""
         if self.ours is not None:
-            return self.ours.state_tensors()
-        from deepspeed.utils import safe_get_full_optimizer_state
-
+            return self.ours.owned_state()
         if not self.zero.optimizer.state:
-            return {}
+            return []
         self._link()
         steps = next(iter(self.zero.optimizer.state.values()))["step"]
-        found: dict[str, Tensor] = {}
-        for param, name in self.names.items():
+        pieces = []
+        for name, param, fragment, region in self._fragments():
             for slot in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{slot}"] = safe_get_full_optimizer_state(param, slot).to("cpu", copy=True)
-            found[f"{name}.step"] = steps.detach().to("cpu", torch.float32, copy=True)
-        return dict(sorted(found.items())) if self.parallel.is_writer else {}
+                values = fragment.get_optim_state_fragment(slot).detach()
+                pieces.append(Piece.part(f"{name}.{slot}", param.shape, values, region))
+            if region.start == 0:
+                pieces.append(Piece.whole(f"{name}.step", steps.detach().to(torch.float32)))
+        return sorted(pieces, key=lambda piece: piece.name)
+
+    def _fragments(self) -> Iterator[tuple[str, nn.Parameter, Any, Region]]:
+        """(name, parameter, DeepSpeed's record of this rank's part, its place in the parameter)."""
+        for param, name in self.names.items():
+            fragment = param._hp_mapping
+            if fragment is not None:
+                address = fragment.lp_fragment_address
+                yield name, param, fragment, Region.range(address.start, address.start + address.numel)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Optimizer state under logical names, whole, on the writer; every rank must call it."""
+        return gather_pieces(self.owned_state(), self.parallel.control)
 
     def _link(self) -> None:
         """DeepSpeed links states to parameters once, after the first group's first step: the other groups have none then."""
         self.zero._hp_optimizer_states_linked = False
         self.zero._lazy_init_hp_params_optimizer_state()
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restores `state_tensors` of any engine on any number of ranks. ValueError as model.muon.MuonSplit's."""
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores the state of any engine on any number of ranks; of a source only what this rank needs is read.
+
+        ValueError as model.muon.MuonSplit's.
+        """
         if self.ours is not None:
             self.ours.load_state_tensors(tensors)
             return
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        by_name = {name: param for param, name in self.names.items()}
+        source = as_source(tensors)
+        shapes = {name: tuple(param.shape) for param, name in self.names.items()}
+        counter = None
+        for key in source:
+            name, slot = key.rsplit(".", 1)
+            if name not in shapes:
+                raise ValueError(f"optimizer state names {name!r}, which this optimizer does not own")
+            if slot == "step":
+                counter = key
+            elif source.shape(key) != shapes[name]:
+                raise ValueError(
+                    f"optimizer state {key} has shape {list(source.shape(key))}, expected {list(shapes[name])}"
+                )
+        steps = float(source.read(counter)) if counter else 0.0  # ZeRO steps all parameters together
         inner = self.zero.optimizer
         inner.state.clear()
         for group in inner.param_groups:
             for flat in group["params"]:
                 inner.state[flat] = {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    "step": torch.full((), steps, dtype=torch.float32),
                     "exp_avg": torch.zeros_like(flat),
                     "exp_avg_sq": torch.zeros_like(flat),
                 }
         self._link()
-        for param in self.names:
-            safe_set_full_fp32_param(param, param.detach())  # the weights may have been loaded since
-        for key, value in tensors.items():
-            name, slot = key.rsplit(".", 1)
-            if name not in by_name:
-                raise ValueError(f"optimizer state names {name!r}, which this optimizer does not own")
-            if slot == "step":
-                for state in inner.state.values():
-                    state["step"].fill_(float(value))
-            else:
-                safe_set_full_optimizer_state(by_name[name], value.to(by_name[name].device), slot)
-        if not tensors:
+        for name, param, fragment, region in self._fragments():
+            # the weights may have been loaded since
+            fragment.hp_fragment.copy_(region.view(param.detach().contiguous()).reshape(-1))
+            for slot in ("exp_avg", "exp_avg_sq"):
+                if f"{name}.{slot}" in source:
+                    fragment.get_optim_state_fragment(slot).copy_(source.read(f"{name}.{slot}", region))
+        if not len(source):
             inner.state.clear()

@@ -9,14 +9,16 @@ Check it:  python -m pytest tests/tasks/test_model_parallel.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.expert_parallel import expert_shards, is_expert, whole_experts
+from model.expert_parallel import LocalExperts, is_expert, placed
 from model.muon import MuonSplit
 from model.muon_sharded import ShardedMuonSplit
+from model.state_parts import Chosen, Piece, as_source, gather_pieces
 from tasks.parallel import Parallel
 from tasks.parallel_engine import norm_name
 
@@ -99,19 +101,20 @@ class ExpertEngine:
         self.dense.step()
         self.experts.step()
 
+    def owned_state(self) -> list[Piece]:
+        """What this rank writes of the optimizer state: its share of the dense part, its experts' or its share of them."""
+        experts = (placed(piece, self.route) for piece in self.experts.owned_state())
+        return [*self.dense.owned_state(), *(piece for piece in experts if piece is not None)]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Optimizer state under logical names, whole, on rank 0; {} elsewhere. Every rank must call it."""
-        state = self.dense.state_tensors()
-        mine = self.experts.state_tensors()  # of ranks with the same experts the first has it
-        if self.ranks.rank < self.route.size:
-            mine = whole_experts(mine, self.route)
-        return dict(sorted((state | mine).items())) if self.ranks.rank == 0 else {}
+        return gather_pieces(self.owned_state(), self.ranks.control)
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restores `state_tensors`, also of a run without expert parallelism; every rank is given all."""
-        shards = expert_shards({k: v for k, v in tensors.items() if is_expert(k)}, self.route)
-        self.dense.load_state_tensors({k: v for k, v in tensors.items() if not is_expert(k)})
-        self.experts.load_state_tensors(shards)
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores the state of any engine on any number of ranks; of a source only what this rank needs is read."""
+        source = as_source(tensors)
+        self.dense.load_state_tensors(Chosen(source, lambda name: not is_expert(name)))
+        self.experts.load_state_tensors(Chosen(LocalExperts(source, self.route), is_expert))
 
     def reset_state(self) -> None:
         """Forgets momentum and second moments."""

@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from model.all_to_all import Route, make_route
 from model.context_groups import ContextPool
 from model.context_parallel import Context, set_context
-from model.expert_parallel import expert_shards, is_expert, local_experts, shard_experts, whole_experts
+from model.expert_parallel import (
+    LocalExperts,
+    expert_shards,
+    is_expert,
+    local_experts,
+    placed,
+    shard_experts,
+    whole_experts,
+)
+from model.state_parts import Piece, as_source, load_into, share_out
 from model.transformer import GlmMoeDsa
 from tasks.parallel import Parallel, ParallelSettings, current
 from tasks.sequence_balance import Cost, plan_groups, share
@@ -82,6 +91,21 @@ class Layout:
     def owns_part(self, name: str) -> bool:
         """Whether ranks hold different parts of this tensor."""
         return self.experts is not None and is_expert(name)
+
+    def owned_weights(self, model: nn.Module) -> list[Piece]:
+        """What this rank writes of the weights: its share of what all ranks hold, and of its experts among their holders."""
+        state, ranks = model.state_dict(), current()
+        pieces = share_out({n: t for n, t in state.items() if not self.owns_part(n)}, ranks.rank, ranks.world)
+        if self.experts is not None:
+            apart = {n: t for n, t in state.items() if self.owns_part(n)}
+            holders = (0, 1) if self.replicas is None else (dist.get_rank(self.replicas), self.replicas.size())
+            pieces += [placed(piece, self.experts) for piece in share_out(apart, *holders)]
+        return pieces
+
+    def load_weights(self, model: nn.Module, source: Mapping[str, Tensor]) -> None:
+        """Fill the model from a whole one's tensors; of a source, this rank reads what it holds. ValueError when they differ."""
+        source = as_source(source)
+        load_into(model.state_dict(), source if self.experts is None else LocalExperts(source, self.experts))
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Model or optimizer tensors as one process has them. All ranks call it."""
