@@ -6,7 +6,7 @@ one matrix (q_a, kv_a, then whatever else reads the same input: the indexer's ke
 
 Training in MHA mode, the same steps without cache or absorption, around the model's own matrix products (so that deferred weight
 gradients and hooks on them keep working): `split_latents`, `rotate_columns`, `expand_heads`, each one pass forward and one
-backward where slices, concatenations and autograd's zero-filled slice gradients took several.
+backward where slices, concatenations and autograd's zero-filled slice gradients took several. They share the path `mla_training`.
 
 Run its tests: `python -m pytest tests/kernels/test_mlapo.py`        measure: `python -m tests.bench.mlapo`
 """
@@ -121,6 +121,12 @@ def mla_preprocess(
 # ---- training form
 
 
+def _training_path(x: torch.Tensor, fits: bool) -> str:
+    """The path of a training piece; what does not fit the fused forms, and low precision on "cpu", takes the reference."""
+    path = paths.choose("mla_training", x.device, x.dtype)
+    return path if fits and (path == "triton" or x.dtype in FAST) else "reference"
+
+
 def _normalise(x, eps):
     inv = _inverse_rms(x, eps)
     return x * inv, inv
@@ -160,11 +166,20 @@ class _SplitLatents(torch.autograd.Function):
 
 def split_latents(both_bsy, q_norm_q, kv_norm_l, cis_bsr, eps: float):
     """(c_q [B,S,Q] normalised, c_kv [B,S,L] normalised, k_rope [B,S,r] rotated) from x @ W_DQKV [B,S,Q+L+r]. Differentiable."""
-    q_lora, latent = len(q_norm_q), len(kv_norm_l)
-    if both_bsy.dtype in FAST and q_norm_q.dtype == both_bsy.dtype:
+    path = _training_path(both_bsy, q_norm_q.dtype == both_bsy.dtype)
+    if path == "triton":
+        from kernels.triton_mla_training import split_latents as fused
+
+        return fused(both_bsy, q_norm_q, kv_norm_l, cis_bsr, eps)
+    if path == "cpu":
         return _SplitLatents.apply(both_bsy, q_norm_q, kv_norm_l, cis_bsr, eps)
+    q_lora, latent = len(q_norm_q), len(kv_norm_l)
     q, kv, rope = both_bsy.split([q_lora, latent, both_bsy.shape[-1] - q_lora - latent], dim=-1)
-    return rms_norm(q, q_norm_q, eps), rms_norm(kv, kv_norm_l, eps), apply_rope(rope, cis_bsr)
+    return (
+        rms_norm_reference(q, q_norm_q, eps),
+        rms_norm_reference(kv, kv_norm_l, eps),
+        apply_rope(rope, cis_bsr),
+    )
 
 
 class _RotateColumns(torch.autograd.Function):
@@ -187,7 +202,12 @@ class _RotateColumns(torch.autograd.Function):
 def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int) -> torch.Tensor:
     """x [B,S,H,d] (or [B,S,d]) with columns [start, start + 2 r) of every head rotated, the others kept. Differentiable."""
     stop = start + 2 * cis_bsr.shape[-1]
-    if x_bshd.dtype in FAST and start % 2 == 0 and x_bshd.shape[-1] % 2 == 0:
+    path = _training_path(x_bshd, start % 2 == 0 and x_bshd.shape[-1] % 2 == 0)
+    if path == "triton":
+        from kernels.triton_mla_training import rotate_columns as fused
+
+        return fused(x_bshd, cis_bsr, start)
+    if path == "cpu":
         cis = cis_bsr if x_bshd.dim() == cis_bsr.dim() else cis_bsr.unsqueeze(-2)
         if torch.is_grad_enabled() and x_bshd.requires_grad:
             return _RotateColumns.apply(x_bshd, cis, start)
@@ -214,4 +234,12 @@ class _ExpandHeads(torch.autograd.Function):
 
 def expand_heads(kv_bthe: torch.Tensor, k_rope_btr: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(k [B,T,H,nope+r], v [B,T,H,v]) from c_kv @ W_UKV [B,T,H,nope+v] and the rotated key of all heads. Differentiable."""
+    path = paths.choose("mla_training", kv_bthe.device, kv_bthe.dtype)
+    if path == "triton":
+        from kernels.triton_mla_training import expand_heads as fused
+
+        return fused(kv_bthe, k_rope_btr, nope)
+    if path == "reference":
+        key_bthr = k_rope_btr.unsqueeze(-2).expand(*kv_bthe.shape[:-1], -1)
+        return torch.cat([kv_bthe[..., :nope], key_bthr], dim=-1), kv_bthe[..., nope:]
     return _ExpandHeads.apply(kv_bthe, k_rope_btr, nope)

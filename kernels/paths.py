@@ -27,6 +27,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "select_index": ALL,
     "gathered_attention": ALL,
     "mla_preprocess": ALL,
+    "mla_training": ALL,
     "grouped_experts": ALL,
     "linear_cross_entropy": ALL,
     "newton_schulz": ALL,

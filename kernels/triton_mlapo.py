@@ -1,10 +1,11 @@
 """Triton MLA pre-processing for decoding: the thirteen steps of kernels.mlapo in three launches.
 
 1. `_input_kernel`: RMSNorm(x) and the product with W_DQKV; the norm's factor is summed on the way through x, applied at the end.
-2. `_latent_kernel`, one program per token: split, RMSNorm(q latent), RMSNorm(kv latent), RoPE(k), both cache writes at the slot.
+2. `latent_kernel`, one program per token: split, RMSNorm(q latent), RMSNorm(kv latent), RoPE(k), both cache writes at the slot.
 3. `_query_kernel`, one program per token block and head: product with W_UQ, split, RoPE(q), nope part times W_UK.
 
-Rotated pairs are (0,1), (2,3), ...: even and odd columns are two blocks, so that a rotation stays in registers.
+Rotated pairs are (0,1), (2,3), ...: even and odd columns are two blocks, so that a rotation stays in registers. Training has
+launches of its own, with gradients (kernels/triton_mla_training.py); the second one above is the same there.
 
 Run its tests: `python -m pytest tests/kernels/test_triton_mlapo.py`
 """
@@ -40,30 +41,44 @@ def _input_kernel(
 
 
 @triton.jit
-def _latent_kernel(
-    y, q_gain, kv_gain, cis, slots, q_lat, cache, eps, n_columns, Q: tl.constexpr, L: tl.constexpr, ROPE: tl.constexpr,
-    BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    y = y + row * n_columns
-    at = tl.arange(0, BQ)
-    q = tl.load(y + at, mask=at < Q, other=0.0).to(tl.float32)
-    q = q * tl.rsqrt(tl.sum(q * q, 0) / Q + eps) * tl.load(q_gain + at, mask=at < Q, other=0.0).to(tl.float32)
-    tl.store(q_lat + row * Q + at, q, mask=at < Q)
-    at = tl.arange(0, BL)
-    kv = tl.load(y + Q + at, mask=at < L, other=0.0).to(tl.float32)
-    kv = kv * tl.rsqrt(tl.sum(kv * kv, 0) / L + eps) * tl.load(kv_gain + at, mask=at < L, other=0.0).to(tl.float32)
-    tl.store(cache + slot * (L + ROPE) + at, kv, mask=at < L)
+def _norm(x, gain, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of SIZE numbers at x times gain, stored at out."""
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    tl.store(out + at, value * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def turn(x, at_cis, out, row_in, PAIRS: tl.constexpr, BACK: tl.constexpr, BP: tl.constexpr):
+    """RoPE of PAIRS pairs at x, stored at out; BACK turns the other way, as the gradient does."""
     pair = tl.arange(0, BP)
-    inside = pair < ROPE // 2
-    even = tl.load(y + Q + L + 2 * pair, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(y + Q + L + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cis + row * ROPE + 2 * pair, mask=inside, other=0.0)
-    sin = tl.load(cis + row * ROPE + 2 * pair + 1, mask=inside, other=0.0)
-    at_key = cache + slot * (L + ROPE) + L + 2 * pair
-    tl.store(at_key, even * cos - odd * sin, mask=inside)
-    tl.store(at_key + 1, even * sin + odd * cos, mask=inside)
+    inside = (pair < PAIRS) & row_in
+    even = tl.load(x + 2 * pair, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(x + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(at_cis + 2 * pair, mask=inside, other=0.0)
+    sin = tl.load(at_cis + 2 * pair + 1, mask=inside, other=0.0)
+    if BACK:
+        sin = -sin
+    tl.store(out + 2 * pair, even * cos - odd * sin, mask=inside)
+    tl.store(out + 2 * pair + 1, even * sin + odd * cos, mask=inside)
+
+
+@triton.jit
+def latent_kernel(
+    y, q_gain, kv_gain, cis, slots, q_lat, kv, key, eps, n_columns, n_cis, kv_stride, key_stride,
+    Q: tl.constexpr, L: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Row `slots[row]` (slots None: `row`) of kv and key is written; cis has n_cis rows and repeats."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row)
+    y += row * n_columns
+    _norm(y, q_gain, q_lat + row * Q, eps, Q, BQ)
+    _norm(y + Q, kv_gain, kv + slot * kv_stride, eps, L, BL)
+    turn(y + Q + L, cis + (row % n_cis) * ROPE, key + slot * key_stride, True, ROPE // 2, False, BP)
 
 
 @triton.jit
@@ -124,9 +139,9 @@ def mla_preprocess(x_nh, w, cis_nr, cache_mc, slot_n):
     _input_kernel[(triton.cdiv(n, rows), triton.cdiv(columns, 64))](
         x, w.input_norm, w.w_in, y_ny, w.input_eps, n, columns, WIDTH=width, R=rows, C=64, K=inner, WIDEN=INTERPRETED
     )
-    _latent_kernel[(n,)](
-        y_ny, w.q_norm, w.kv_norm, cis, slot_n, q_lat_nq, cache_mc, w.latent_eps, columns, Q=q_lora, L=latent, ROPE=rope,
-        BQ=block(q_lora), BL=block(latent), BP=pairs,
+    latent_kernel[(n,)](
+        y_ny, w.q_norm, w.kv_norm, cis, slot_n, q_lat_nq, cache_mc, cache_mc[:, latent:], w.latent_eps, columns, n,
+        latent + rope, latent + rope, Q=q_lora, L=latent, ROPE=rope, BQ=block(q_lora), BL=block(latent), BP=pairs,
     )  # fmt: skip
     _query_kernel[(triton.cdiv(n, rows), heads)](
         q_lat_nq, w.w_q, w.w_uk, cis, q_nhc, n, w.w_uk.stride(0), w.w_uk.stride(1), HEADS=heads, Q=q_lora, NOPE=nope,

@@ -81,8 +81,9 @@ def test_a_cache_of_another_width_is_refused():
         mla_preprocess(torch.zeros(1, 20), w, torch.ones(1, 2) + 0j, torch.zeros(30, 13), torch.zeros(1).long())
 
 
+@pytest.mark.parametrize("path", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_training_form_with_gradients(dtype, tolerance):
+def test_training_form_with_gradients(dtype, tolerance, path):
     """Both products, norms, rotations and the per-head expansion against plain float64 formulas differentiated by autograd."""
     w, g = weights(torch.float64, extra=0), torch.Generator().manual_seed(2)
     q_lora, latent, nope, rope, heads = w.sizes
@@ -118,7 +119,8 @@ def test_training_form_with_gradients(dtype, tolerance):
 
     mine = [t.detach().to(dtype).requires_grad_() for t in leaves]
     exact = [t.detach().clone().requires_grad_() for t in leaves]
-    got, expected = ours(*mine), plain(*exact)
+    with paths.force(mla_training=path):
+        got, expected = ours(*mine), plain(*exact)
     ups = [torch.randn(e.shape, generator=g, dtype=torch.float64) for e in expected]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=max(tolerance, 1e-6))  # angles are fp32
