@@ -121,7 +121,7 @@ class Trainer:
         self.last_eval: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.describe, self.kind = describe, kind
-        self.store = ResumeStore(stage.scratch, settings.keep_last, stage.print, settings.async_save)
+        self.store = ResumeStore(stage.scratch, settings.keep_last, stage.print, settings.async_save, self.parallel)
         self.guard = Guard(settings.guard, stage.scratch, stage.evidence, self.parallel.rank)
         self.router = RouterWatch(moe_layers(model), settings.router_window, settings.router_dead_share, stage.print)
 
@@ -136,18 +136,19 @@ class Trainer:
             "losses": self.guard.histories,
             "router": self.router.state(),
         }
-        files = {"model": self.layout.whole(self.model.state_dict()), "optimizer": self.optimizer.state_tensors()}
-        if self.parallel.is_writer:
-            self.store.save(self.step, files, state, best=best)
-
-    def _load(self, at_most: int | None = None) -> Found | None:
-        """The writer's choice of a checkpoint, read by every rank."""
-        found = self.store.load(at_most) if self.parallel.is_writer else None
-        step = self.parallel.first(found.step if found else None)
-        return found if found or step is None else self.store.load(step)
+        weights = (
+            self.engine.owned_weights()
+            if hasattr(self.engine, "owned_weights")
+            else self.layout.owned_weights(self.model)
+        )
+        files = {"model": weights, "optimizer": self.optimizer.owned_state()}
+        self.store.save(self.step, files, state, best=best)
 
     def _restore(self, found: Found) -> None:
-        self.model.load_state_dict(self.layout.part(found.files["model"]))
+        if hasattr(self.engine, "load_weights"):
+            self.engine.load_weights(found.files["model"])
+        else:
+            self.layout.load_weights(self.model, found.files["model"])
         self.optimizer.load_state_tensors(found.files["optimizer"])
         state = found.state
         self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
@@ -156,7 +157,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the newest whole resume checkpoint if there is one."""
-        found = self._load()
+        found = self.store.load()
         if found is None:
             return False
         self._restore(found)
@@ -167,13 +168,12 @@ class Trainer:
         """Back to the newest checkpoint before what is skipped. Raises NonFiniteError when the guard gives the run up."""
         self.optimizer.zero_grad(set_to_none=True)
         event = self.guard.refuse(self.step, fault, self.describe(self.step))
-        found = self._load(event.skipped[0])
+        found = self.store.load(event.skipped[0])
         if found is None:
             raise NonFiniteError(f"step {self.step}: {fault.reason}; there is no whole checkpoint left to go back to")
         at = self.step
         self._restore(found)
-        if self.parallel.is_writer:
-            self.store.drop_after(self.step)
+        self.store.drop_after(self.step)
         self.stage.log(at + 1, guard_events=len(self.guard.events))
         skipped = ", ".join(map(str, event.skipped))
         self.stage.print(
@@ -228,7 +228,6 @@ class Trainer:
             )
         if self.settings.best_as_output and self.best and self.best["step"] != self.step:
             self.stage.print(f"output: the best checkpoint, of step {self.best['step']}: {self.best}")
-            self.parallel.first(None)  # until the writer has written it
             self._restore(self.store.load_best())
         self.stage.metric(guard=self.guard.summary(), dead_expert_alarms=self.router.alarms)
         if self.best:

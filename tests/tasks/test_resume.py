@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tasks import resume
-from tasks.resume import ResumeStore, check_checkpoint, read_checkpoint, to_host, write_checkpoint
+from tasks.resume import ResumeStore, check_checkpoint, read_checkpoint
 from tests.flows.toy import REPO
 from tests.tasks.test_trainer import STEPS, Killed, make
 
@@ -139,7 +139,7 @@ def test_an_error_of_the_writer_surfaces_in_the_loop(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resume, "write_checkpoint", full)
+    monkeypatch.setattr(resume, "write_part", full)
     trainer = make(tmp_path / "a", async_save=True)
     with pytest.raises(OSError, match="a checkpoint could not be written: .*No space left"):
         trainer.run()
@@ -148,8 +148,8 @@ def test_an_error_of_the_writer_surfaces_in_the_loop(tmp_path, monkeypatch):
 
 def test_shared_memory_is_written_twice(tmp_path):
     weight = torch.randn(4, 4)
-    hosted = to_host({"head": weight, "embed": weight, "view": weight[1:]}, copy=False)
-    write_checkpoint(tmp_path / "step-00000001", {"model": hosted, "optimizer": {}}, {"step": 1})
+    weights = {"head": weight, "embed": weight, "view": weight[1:]}
+    store(tmp_path).save(1, {"model": weights, "optimizer": {}}, {"step": 1})
     found = read_checkpoint(tmp_path / "step-00000001").files
     assert torch.equal(found["model"]["head"], weight) and torch.equal(found["model"]["embed"], weight)
     assert found["optimizer"] == {}
