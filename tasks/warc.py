@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import gzip
 import hashlib
-import io
-import re
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
+from tasks.warc_http import CODING_ERRORS, Answer, Cut, TooLarge, media_type, parse_answer
+from tasks.warc_records import RawRecord, read_raw
+
 _NAMESPACE = uuid.UUID("6ba7b811-9dad-11d1-80b4-00c04fd430c8")  # RFC 4122, URLs
-GZIP_MAGIC = b"\x1f\x8b"
+OTHER_TYPES = ("warcinfo", "response", "resource", "request", "metadata", "revisit", "conversion", "continuation")
 
 
 def target_uri(url: str) -> str:
@@ -101,7 +104,6 @@ class Page:
     status: int = 200  # of HTTP
     date: str = ""
     lang: str = ""  # as a WET file's record names it
-    offset: int = field(default=0, compare=False)  # of the record in the decompressed stream
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,6 @@ class BadRecord:
     record_id: str
     reason: str
     detail: str
-    offset: int = field(default=0, compare=False)
 
 
 def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | BadRecord]:
@@ -125,137 +126,94 @@ def read_warc(path: str | Path, max_bytes: int = 32 << 20) -> Iterator[Page | Ba
         yield BadRecord(path.name, "empty_file", "zero bytes")
         return
     last = path.name
-    with path.open("rb") as stream:
-        truncated = _torn_gzip(path)
+    with path.open("rb") as raw, _plain(raw) as stream:
         try:
             for found in read_stream(stream, path.name, max_bytes):
                 last = getattr(found, "record_id", "") or last
                 yield found
-        except Exception as error:  # the parser raises several kinds on corrupt input; none may stop the corpus
-            yield BadRecord(
-                last, "corrupt_record", f"{path.name}: after record {last}: {type(error).__name__}: {error}"
-            )
-            return
-        if truncated:
-            yield BadRecord(last, "truncated_file", f"{path.name}: {truncated}")
+        except Exception as error:  # decompression raises several kinds on corrupt input; none may stop the corpus
+            reason = "truncated_file" if isinstance(error, EOFError) else "corrupt_record"
+            yield BadRecord(last, reason, f"{path.name}: after record {last}: {type(error).__name__}: {error}")
+
+
+class _Gzip(gzip.GzipFile):
+    """Gives what it has before it raises where the file is damaged: GzipFile.read() would lose a call's records."""
+
+    def read(self, size: int = -1) -> bytes:
+        return self.read1(size)
+
+
+def _plain(raw: BinaryIO) -> Any:
+    """The decompressed side of an open file of our own; those of the user go through tasks/readers.py, with bounds."""
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return _Gzip(fileobj=raw)
+    if magic == b"\x28\xb5\x2f\xfd":
+        from fastwarc.stream_io import ZstdReader
+
+        return contextlib.closing(ZstdReader(raw))
+    return contextlib.nullcontext(raw)
 
 
 def read_stream(
-    stream: BinaryIO, name: str, max_bytes: int, types: Collection[str] = ("response",)
+    stream: BinaryIO,
+    name: str,
+    max_bytes: int,
+    types: Collection[str] = ("response",),
+    others: Counter[str] | None = None,
 ) -> Iterator[Page | BadRecord]:
     """Records of these types (response, resource, conversion) of an open WARC or WET stream, in order.
 
-    Bad records come out as `BadRecord`; what the stream or the parser raises on a corrupt file is the caller's to handle.
+    Bad records come out as `BadRecord`; what the stream raises where it is corrupt is the caller's to handle. `others` counts
+    the records of the standard's other types.
     """
-    from fastwarc.warc import ArchiveIterator, WarcRecordType
-
-    wanted = [getattr(WarcRecordType, kind) for kind in (*types, "unknown", "no_type")]
-    for record in ArchiveIterator(stream, record_types=WarcRecordType.any_type, parse_http=False):
-        if record.record_type not in wanted:  # those without a known type are damaged headers
+    for record in read_raw(stream, max_bytes):
+        kind = record.fields.get("warc-type", "").lower()
+        if kind in OTHER_TYPES and kind not in types:
+            if others is not None:
+                others[kind] += 1
             continue
-        yield replace(_page(record, name, max_bytes), offset=record.stream_pos)
+        yield _page(record, kind, kind in types, name, max_bytes)
 
 
-def _page(record, file: str, max_bytes: int) -> Page | BadRecord:
-    """One record, its block read whole and measured against its declared length before any of it is used."""
-    from fastwarc.warc import WarcRecordType
-
-    url = record.headers.get("WARC-Target-URI", "")
-    identity = record.record_id or url or file
-    if record.record_type in (WarcRecordType.unknown, WarcRecordType.no_type):
-        return BadRecord(identity, "unknown_type", f"{file}: WARC-Type {record.headers.get('WARC-Type', '')!r:.100}")
+def _page(record: RawRecord, kind: str, wanted: bool, file: str, max_bytes: int) -> Page | BadRecord:
+    fields = record.fields
+    url = fields.get("warc-target-uri", "")
+    url = url[1:-1] if url.startswith("<") and url.endswith(">") else url  # as some versions of wget write it
+    identity = fields.get("warc-record-id", "") or url or file
+    if fields and not wanted:  # a damaged header
+        return BadRecord(identity, "unknown_type", f"{file}: WARC-Type {fields.get('warc-type', '')!r:.100}")
+    if record.wrong:
+        reason, detail = record.wrong
+        return BadRecord(identity, reason, f"{file}: {detail}" + (f" of {url[:200]}" if url else ""))
     if not url:
         return BadRecord(identity, "no_target_uri", file)
-    declared = int(record.headers.get("Content-Length", "0") or 0)
-    if declared > max_bytes:
-        return BadRecord(identity, "too_large", f"{file}: {declared} bytes, limit {max_bytes}")
-    block = record.reader.read(declared)
-    if len(block) < declared:
-        return BadRecord(identity, "truncated_record", f"{file}: {len(block)} of {declared} bytes of {url[:200]}")
-    plain = record.record_type != WarcRecordType.response
-    head, _, body = (b"", b"", block) if plain else block.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    fields = (line.partition(":") for line in lines[1:])
-    http = {name.strip().lower(): value.strip() for name, _, value in fields}
-    length, encoding = http.get("content-length", ""), http.get("content-encoding", "").lower()
-    if "chunked" in http.get("transfer-encoding", "").lower():
-        body = _dechunk(body)
-    elif length.isdigit() and len(body) < int(length):
-        return BadRecord(identity, "truncated_record", f"{file}: {len(body)} of {length} bytes of {url[:200]}")
-    if encoding in _ENCODINGS:
+    said = fields.get("content-type", "")
+    plain = kind != "response" or not (said.lower().startswith("application/http") or record.block.startswith(b"HTTP/"))
+    if plain:
+        body = record.block
+        answer = Answer(200, *(("", "") if said.lower().startswith("application/http") else media_type(said)), body)
+    else:
         try:
-            body = _decode(body, encoding, max_bytes)
-        except (zlib.error, EOFError, OSError, RuntimeError) as error:
-            return BadRecord(identity, "bad_content_encoding", f"{file}: {encoding}: {error}")
-    if len(body) > max_bytes:
-        return BadRecord(identity, "too_large", f"{file}: decompresses beyond {max_bytes} bytes")
-    kind = http.get("content-type", "") if not plain else record.headers.get("Content-Type", "") or ""
-    charset = kind.lower().partition("charset=")[2].partition(";")[0].strip(" \"'")
-    status = re.match(r"HTTP/\S+ +(\d{3})\b", lines[0])
+            answer = parse_answer(record.block, max_bytes)
+        except Cut as error:
+            return BadRecord(identity, "truncated_record", f"{file}: {error} of {url[:200]}")
+        except TooLarge as error:
+            return BadRecord(identity, "too_large", f"{file}: {error}")
+        except CODING_ERRORS as error:
+            return BadRecord(identity, "bad_content_encoding", f"{file}: {error}")
     return Page(
         url,
-        body,
-        charset,
-        record.headers.get("WARC-Source-Package", "") or "",
-        record.headers.get("WARC-Source-Label", "") or "",
-        kind.partition(";")[0].strip().lower(),
-        int(status[1]) if status else 200,
-        record.headers.get("WARC-Date", "") or "",
-        record.headers.get("WARC-Identified-Content-Language", "") or "",
+        answer.body,
+        answer.charset,
+        fields.get("warc-source-package", ""),
+        fields.get("warc-source-label", ""),
+        answer.kind,
+        answer.status,
+        fields.get("warc-date", ""),
+        fields.get("warc-identified-content-language", ""),
     )
-
-
-_ENCODINGS = ("gzip", "x-gzip", "deflate", "br", "zstd")
-
-
-def _decode(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """At most one byte over `max_bytes` of a body without its content encoding; an error when it ends too early."""
-    if encoding in ("br", "zstd"):
-        from fastwarc.stream_io import BrotliReader, ZstdReader
-
-        reader = (BrotliReader if encoding == "br" else ZstdReader)(io.BytesIO(body))
-        out = bytearray()
-        while len(out) <= max_bytes and (data := reader.read(min(1 << 20, max_bytes + 1 - len(out)))):
-            out += data
-        return bytes(out)
-    wbits = zlib.MAX_WBITS | 32 if "gzip" in encoding or body[:1] == b"\x78" else -zlib.MAX_WBITS
-    engine = zlib.decompressobj(wbits)
-    out = engine.decompress(body, max_bytes + 1)
-    if len(out) <= max_bytes and not engine.eof:
-        raise EOFError(f"ends after {len(out)} bytes, before its end mark")
-    return out
-
-
-def _dechunk(body: bytes) -> bytes:
-    """The payload of an HTTP chunked body; the body itself when it is not really chunked (some crawlers undo it)."""
-    out, at = [], 0
-    while True:
-        size_line, separator, _ = body[at : at + 1024].partition(b"\r\n")
-        try:
-            size = int(size_line.partition(b";")[0], 16)
-        except ValueError:
-            return body
-        if not separator:
-            return body
-        at += len(size_line) + 2
-        if size == 0:
-            return b"".join(out)
-        out.append(body[at : at + size])
-        at += size + 2
-
-
-def _torn_gzip(path: Path) -> str:
-    """Why the last gzip member of a `.gz` file is incomplete, or "" - a reader that just stops would hide it."""
-    with path.open("rb") as stream:
-        if stream.read(2) != GZIP_MAGIC:
-            return ""
-    try:
-        with gzip.open(path) as stream:
-            while stream.read(1 << 20):
-                pass
-    except (EOFError, OSError, zlib.error) as error:
-        return str(error)
-    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
