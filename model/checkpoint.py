@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from model.config import ModelConfig
+from model.hf_config import read_config
 from model.transformer import GlmMoeDsa
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -120,9 +121,11 @@ def _files(directory: Path) -> list[Path]:
 def load_config(directory: Path | str) -> ModelConfig:
     """The ModelConfig of a checkpoint directory. ValueError when it is not one."""
     path = Path(directory) / "config.json"
-    if not path.exists():
-        raise ValueError(f"{directory} is not a checkpoint: it has no config.json")
-    return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+    raw = read_config(path)
+    try:
+        return ModelConfig.from_hf(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def verify_files(directory: Path | str, files: list[Path]) -> None:
@@ -152,6 +155,12 @@ def verify_files(directory: Path | str, files: list[Path]) -> None:
         raise ValueError(problem)
 
 
+def check_finite(name: str, tensor: torch.Tensor, where: object) -> None:
+    """ValueError when a stored weight has NaN or infinite values: training would only find out at its first loss."""
+    if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+        raise ValueError(f"{where}: {name} has values that are not finite")
+
+
 @torch.no_grad()
 def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
     """Fill a model's tensors in place from a checkpoint. ValueError lists missing, unexpected or wrongly shaped names, or
@@ -177,6 +186,7 @@ def load_weights(model: GlmMoeDsa, directory: Path | str) -> None:
                         f"{name}: {tuple(tensor.shape)} in the file, {tuple(targets[name].shape)} in the model"
                     )
                     continue
+                check_finite(name, tensor, path)
                 targets[name].copy_(tensor)
                 missing.discard(name)
     problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []

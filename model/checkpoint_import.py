@@ -33,11 +33,13 @@ from model.checkpoint import (
     FP32_SUFFIXES,
     MAX_SHARD_BYTES,
     build_empty,
+    check_finite,
     copy_tokenizer,
     disk_tensors,
     write_configs,
 )
 from model.config import ModelConfig
+from model.hf_config import fp8_block, read_config
 from model.transformer import GlmMoeDsa
 
 FP8, SCALE = "F8_E4M3", "_scale_inv"
@@ -102,12 +104,14 @@ def _headers(directory: Path) -> tuple[dict[str, Stored], list[str]]:
     mapped: dict[str, str] | None = None
     if index.is_file():
         try:
-            mapped = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            mapped = {name: Path(file).as_posix() for name, file in read_config(index)["weight_map"].items()}
+        except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: not a safetensors index: {error!r}") from None
     files = sorted({directory / name for name in mapped.values()} if mapped else directory.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{directory} holds no *.safetensors file")
+        pickled = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        hint = f"; {_some(pickled)} are pickles, which are never loaded: save them as safetensors" if pickled else ""
+        raise ValueError(f"{directory} holds no *.safetensors file{hint}")
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise ValueError(f"{directory}: {len(missing)} of {len(files)} shards are missing: {_some(missing)}")
@@ -145,26 +149,11 @@ def _some(names: list[str], limit: int = 6) -> str:
 def _config(directory: Path, stored: dict[str, Stored], notes: list[str]) -> tuple[ModelConfig, int]:
     """(model configuration, FP8 block size) of config.json; without MTP when no tensor of the MTP layers is there."""
     path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} is not a checkpoint: it has no config.json")
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    quantization = raw.get("quantization_config") or {}
-    block = 128
-    if quantization:
-        kind, shape = quantization.get("quant_method"), quantization.get("weight_block_size") or [128, 128]
-        if kind != "fp8" or quantization.get("fmt", "e4m3") != "e4m3" or len(set(shape)) != 1:
-            raise ValueError(
-                f"{path}: quantization_config {quantization} is not supported: only quant_method fp8, fmt e4m3 in square "
-                "blocks; dequantize the checkpoint first"
-            )
-        block = shape[0]
-    cfg = ModelConfig.from_hf(raw)
-    pattern = raw.get("mlp_layer_types")
-    dense = cfg.first_k_dense_replace
-    if pattern is not None and list(pattern) != ["dense"] * dense + ["sparse"] * (cfg.num_hidden_layers - dense):
-        raise ValueError(
-            f"{path}: mlp_layer_types other than first_k_dense_replace leading dense layers is not supported"
-        )
+    raw = read_config(path)
+    try:
+        block, cfg = fp8_block(raw), ModelConfig.from_hf(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     layers = cfg.num_nextn_predict_layers
     mtp = [n for n in stored if (m := re.match(r"model\.layers\.(\d+)\.", n)) and int(m[1]) >= cfg.num_hidden_layers]
     if layers and not mtp:
@@ -217,7 +206,7 @@ def scan_checkpoint(directory: Path | str) -> Scan:
 def _place(scan: Scan, name: str, expected: dict[str, Tensor]) -> bool:
     """Find a stored name's place. False when it has none."""
     if name in expected:
-        scan.sources[name] = (name, None)
+        _claim(scan, name, name, None)
         return True
     if name.endswith(SCALE) and name.removesuffix(SCALE) in scan.stored:
         scan.counts["fp8 scales"] += 1
@@ -230,7 +219,7 @@ def _place(scan: Scan, name: str, expected: dict[str, Tensor]) -> bool:
                 ours = f"{fused[1]}.{e}.{part}.weight"
                 if ours not in expected:
                     return False
-                scan.sources[ours] = (name, e)
+                _claim(scan, ours, name, e)
         scan.counts["fused expert tensors"] += 1
         return True
     copy = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
@@ -253,9 +242,18 @@ def _place(scan: Scan, name: str, expected: dict[str, Tensor]) -> bool:
     return False
 
 
+def _claim(scan: Scan, ours: str, name: str, row: int | None) -> None:
+    """Take a stored tensor (or its row) for one of ours; ValueError when another holds the same weight already."""
+    if ours in scan.sources:
+        raise ValueError(
+            f"checkpoint {scan.directory}: {ours} is stored twice: as {scan.sources[ours][0]} and as {name}"
+        )
+    scan.sources[ours] = (name, row)
+
+
 def _row_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of one expert's part in a fused tensor [E, 2m, H] or [E, H, m]."""
-    if len(shape) != 3:
+    if len(shape) != 3 or (shape[1] % 2 and not ours.endswith("down_proj.weight")):
         return shape
     return (shape[1], shape[2]) if ours.endswith("down_proj.weight") else (shape[1] // 2, shape[2])
 
@@ -326,16 +324,19 @@ class _Reader:
         return torch.stack([dequantize_fp8_blocks(v, s, self.scan.block) for v, s in zip(values, scale, strict=True)])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in the order of files, so that each is read once."""
+        """All tensors in the order of files, so that each is read once. ValueError names one that is not finite."""
         place = {ours: (self.scan.stored[name].file, name) for ours, (name, _) in self.scan.sources.items()}
         for ours in sorted(self.scan.sources, key=lambda n: (*place[n], n)):
-            yield ours, self.get(ours)
+            tensor = self.get(ours)
+            check_finite(ours, tensor, place[ours][0])
+            yield ours, tensor
 
     def check_duplicates(self) -> None:
-        """ValueError when the MTP layer's copy of the embedding or head is no copy: this model shares them."""
+        """ValueError when a copy of the embedding or head (MTP layer, tied weights) is no copy: this model shares them."""
         for copy, name in self.scan.duplicates.items():
             if not torch.equal(self.stored(copy), self.stored(name)):
-                raise ValueError(f"{copy} differs from {name}: the MTP layer shares it here, so it cannot be imported")
+                why = "config.json says tie_word_embeddings" if copy == "lm_head.weight" else "the MTP layer shares it"
+                raise ValueError(f"{copy} differs from {name}, but {why}: it cannot be imported")
 
 
 @torch.no_grad()

@@ -4,7 +4,10 @@ Run its tests: `python -m pytest tests/model/test_config.py`
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
+
+from model.hf_config import glm_values, known_values
 
 OUR_MODEL_TYPE = "arcline_glm"  # what transformers' glm_moe_dsa cannot express: model.attention gqa, model.layer_types
 LAYER_TYPES = ("full", "swa", "gdn", "simple_gdn")
@@ -79,24 +82,80 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise ValueError(f"model.{field.name} must be a non-negative integer, got {value!r}")
+            if field.type is bool and not isinstance(value, bool):
+                raise ValueError(f"model.{field.name} must be true or false, got {value!r}")
+            if field.type is float:
+                object.__setattr__(self, field.name, _positive(field.name, value))
         for name in ("eos_token_id", "layer_types", "indexer_types"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_attention()
-        checks = {
-            "qk_rope_head_dim must be even": self.qk_rope_head_dim % 2 == 0,
-            "index_head_dim must be at least qk_rope_head_dim": self.attention != "mla"
-            or self.index_head_dim >= self.qk_rope_head_dim,
-            "index_topk must be at least 1": self.index_topk >= 1,
-            "first_k_dense_replace must not exceed num_hidden_layers": self.first_k_dense_replace
-            <= self.num_hidden_layers,
-            "num_experts_per_tok must not exceed n_routed_experts": self.num_experts_per_tok <= self.n_routed_experts,
-            "n_group must divide n_routed_experts": self.n_group >= 1 and self.n_routed_experts % self.n_group == 0,
-            "topk_group must be between 1 and n_group": 1 <= self.topk_group <= self.n_group,
-        }
-        for message, ok in checks.items():
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Sizes that contradict each other, and token ids outside the vocabulary; the message has the keys and their values."""
+        has_experts = self.first_k_dense_replace < self.num_hidden_layers or self.num_nextn_predict_layers > 0
+        least = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+        least += ["qk_rope_head_dim", "index_topk", "n_group"]
+        if self.attention == "mla":
+            least += ["q_lora_rank", "kv_lora_rank", "v_head_dim", "index_n_heads", "index_head_dim"]
+        if has_experts:
+            least += ["moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"]
+        if self.first_k_dense_replace:
+            least += ["intermediate_size"]
+        for name in least:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        per_group = self.n_routed_experts // self.n_group
+        checks = [
+            ("must be even", self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim"),
+            (
+                "must be at least qk_rope_head_dim",
+                self.attention != "mla" or self.index_head_dim >= self.qk_rope_head_dim,
+                "index_head_dim",
+                "qk_rope_head_dim",
+            ),
+            (
+                "must not exceed num_hidden_layers",
+                self.first_k_dense_replace <= self.num_hidden_layers,
+                "first_k_dense_replace",
+                "num_hidden_layers",
+            ),
+            (
+                "must not exceed n_routed_experts",
+                self.num_experts_per_tok <= self.n_routed_experts or not has_experts,
+                "num_experts_per_tok",
+                "n_routed_experts",
+            ),
+            ("must divide n_routed_experts", self.n_routed_experts % self.n_group == 0, "n_group", "n_routed_experts"),
+            ("must be between 1 and n_group", 1 <= self.topk_group <= self.n_group, "topk_group", "n_group"),
+            (
+                "groups need two experts each (a group is judged by its two best)",
+                self.n_group == 1 or per_group >= 2,
+                "n_group",
+                "n_routed_experts",
+            ),
+            (
+                "must not exceed the experts of topk_group groups",
+                self.n_group == 1 or self.num_experts_per_tok <= self.topk_group * per_group,
+                "num_experts_per_tok",
+                "n_routed_experts",
+                "n_group",
+                "topk_group",
+            ),
+        ]
+        for message, ok, *keys in checks:
             if not ok:
-                raise ValueError(f"model.{message}: {self}")
+                found = ", ".join(f"model.{key} is {getattr(self, key)}" for key in keys)
+                raise ValueError(f"model.{keys[0]} {message}: {found}")
+        for name, ids in (("eos_token_id", self.eos_token_ids), ("pad_token_id", (self.pad_token_id,))):
+            for token in ids:
+                if token is None and name == "pad_token_id":
+                    continue
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"model.{name} {token!r} is no token of the vocabulary: model.vocab_size is {self.vocab_size}"
+                    )
 
     def _check_attention(self) -> None:
         """The fields of the attention variants: values, lengths, and what excludes what. Equal to the default becomes None."""
@@ -205,9 +264,6 @@ class ModelConfig:
         unknown = sorted(set(params) - known)
         if unknown:
             raise ValueError(f"unknown model parameters: {', '.join(unknown)} (known: {', '.join(sorted(known))})")
-        params = dict(params)
-        if "rope_theta" in params:
-            params["rope_theta"] = float(params["rope_theta"])
         return cls(**params)
 
     def to_hf(self) -> dict:
@@ -249,24 +305,11 @@ class ModelConfig:
         """From a transformers config.json. ValueError when it asks for something this model does not have."""
         if config.get("model_type") not in ("glm_moe_dsa", OUR_MODEL_TYPE):
             raise ValueError(f"model_type must be glm_moe_dsa or {OUR_MODEL_TYPE}, got {config.get('model_type')!r}")
-        for key, required in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-            if config.get(key, required) != required:
-                raise ValueError(f"{key}={config[key]!r} is not supported (only {required!r})")
-        rope = config.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (only 'default')")
-        fields = {field.name for field in dataclasses.fields(cls)} - {"rope_theta"}
-        if config["model_type"] == "glm_moe_dsa":
-            fields -= set(OUR_FIELDS)  # num_key_value_heads, head_dim and layer_types mean something else there
-        values = {key: value for key, value in config.items() if key in fields}
-        if config["model_type"] == "glm_moe_dsa":
-            values["indexer_types"] = _indexer_types(config)
-            values["index_share_loss"] = config.get("index_share_loss", "own")
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        if theta is None:
-            raise ValueError("config.json has no rope_theta (rope_parameters.rope_theta)")
-        values.setdefault("num_nextn_predict_layers", 0)
-        return cls(rope_theta=float(theta), **values)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if config["model_type"] == OUR_MODEL_TYPE:
+            return cls(**known_values(config, fields))
+        # num_key_value_heads, head_dim and layer_types mean something else there
+        return cls(**known_values(config, fields - set(OUR_FIELDS)) | glm_values(config))
 
     def count_parameters(self) -> dict[str, dict[str, int]]:
         """Total and active parameters under the four counting rules of notes A.3; buffers (router bias) are not parameters.
@@ -317,17 +360,12 @@ class ModelConfig:
         return {"attention": matrices, "indexer": indexer, "norms": norms}
 
 
-def _indexer_types(config: dict) -> tuple[str, ...] | None:
-    """Full or shared per backbone layer, from `indexer_types` or the schedule keys, as transformers' GlmMoeDsaConfig derives it.
-
-    An entry for the MTP layer is dropped: that layer has an indexer of its own.
-    """
-    layers, types = config["num_hidden_layers"], config.get("indexer_types")
-    if types is None:
-        types = config.get("index_topk_pattern")
-        if isinstance(types, str):
-            types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
-    if types is None:
-        freq, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
-        types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
-    return tuple(types[:layers])
+def _positive(name: str, value: object) -> float:
+    """A positive finite number; numbers in quotes too, since YAML 1.1 reads 1e-5 as text."""
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"model.{name} must be a positive number, got {value!r}")
+    return number
