@@ -34,7 +34,7 @@ class WholeGradients:
         """Before an operation that adds to a stage's gradients."""
         if stage not in self._open:
             self._open.add(stage)
-            self.ledger.add_bytes("gradients", sum(p.numel() * 4 for p in self.stages[stage].values()))
+            self.ledger.add_bytes("gradients", sum(p.nbytes for p in self.stages[stage].values()))
 
     def reduce(self, stage: int) -> None:
         raise ValueError("this schedule reduces gradients to shards (R), but the gradients are kept whole")
@@ -49,12 +49,13 @@ class WholeGradients:
     def clear(self) -> None:
         """After the optimizer's step."""
         for stage in self._open:
-            self.ledger.add_bytes("gradients", -sum(p.numel() * 4 for p in self.stages[stage].values()))
+            self.ledger.add_bytes("gradients", -sum(p.nbytes for p in self.stages[stage].values()))
         self._open.clear()
 
 
 class ShardedGradients:
-    """fp32 shards [ceil(numel / dp)] per stage and at most two full buffers, each as large as the largest stage."""
+    """Shards [ceil(numel / dp)] per stage and at most two full buffers, each as large as the largest stage; the parameters'
+    type (fp32 in training)."""
 
     def __init__(self, stages: Mapping[int, Mapping[str, nn.Parameter]], group, ledger: Ledger) -> None:
         self.stages = {s: {n: p for n, p in params.items() if p.requires_grad} for s, params in stages.items()}
@@ -72,8 +73,9 @@ class ShardedGradients:
         self._filling: dict[int, Tensor] = {}
         self._reducing: tuple[int, Tensor, Tensor, object] | None = None
 
-    def _device(self) -> torch.device:
-        return next(p.device for ps in self.stages.values() for p in ps.values())
+    def _empty(self, size: int) -> Tensor:
+        like = next(p for ps in self.stages.values() for p in ps.values())
+        return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def open(self, stage: int) -> None:
         """Before an operation that adds to a stage's gradients: gives it a zeroed full buffer unless it has one."""
@@ -85,8 +87,8 @@ class ShardedGradients:
             else:
                 self._made += 1
                 size = max(self.sizes.values()) * self.ranks
-                self._free.append(torch.empty(size, dtype=torch.float32, device=self._device()))
-                self.ledger.add_bytes("gradients", size * 4)
+                self._free.append(self._empty(size))
+                self.ledger.add_bytes("gradients", self._free[-1].nbytes)
         assert self._free, "a third full gradient buffer: the schedule mixes the gradients of three stages"
         flat = self._filling[stage] = self._free.pop()
         flat.zero_()
@@ -123,7 +125,7 @@ class ShardedGradients:
             self.shards[stage] += part
         else:
             self.shards[stage] = part
-            self.ledger.add_bytes("gradients", part.numel() * 4)
+            self.ledger.add_bytes("gradients", part.nbytes)
         self._free.append(flat)
         self._reducing = None
 
@@ -135,7 +137,7 @@ class ShardedGradients:
     def gather(self, stage: int) -> dict[str, Tensor]:
         """A stage's whole gradients by name, from all ranks' shards, where backward made one. A collective call."""
         size = self.sizes[stage]
-        flat = torch.empty(size * self.ranks, dtype=torch.float32, device=self._device())
+        flat = self._empty(size * self.ranks)
         if self.ranks > 1:
             _all_gather(flat, self.shards[stage], group=self.group)
         else:
@@ -148,6 +150,6 @@ class ShardedGradients:
         return found
 
     def clear(self) -> None:
-        self.ledger.add_bytes("gradients", -4 * sum(t.numel() for t in self.shards.values()))
+        self.ledger.add_bytes("gradients", -sum(t.nbytes for t in self.shards.values()))
         self.shards.clear()
         self.touched.clear()

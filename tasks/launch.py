@@ -20,6 +20,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -51,8 +52,9 @@ def settings_of(name: str, root: Path = ROOT) -> dict[str, Any]:
     found = section.get("parallel") if isinstance(section, dict) else None
     if not isinstance(found, dict):
         return {}
-    wanted, copies = found.get("processes", 1), found.get("context", 1)  # ranks that share sequences have the same rows
-    rows = [section[key] * copies for key in ROWS if isinstance(section.get(key), int) and isinstance(copies, int)]
+    wanted, sharing = found.get("processes", 1), [found.get(key, 1) for key in ("context", "pipeline")]
+    copies = math.prod(n for n in sharing if isinstance(n, int))  # so many ranks are given the same rows
+    rows = [section[key] * copies for key in ROWS if isinstance(section.get(key), int)]
     return found | {"processes": min([wanted, *rows]) if isinstance(wanted, int) else 1, "wanted": wanted}
 
 

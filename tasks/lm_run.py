@@ -224,7 +224,13 @@ def run_lm(
     """
     config: LmConfig = stage.config
     ranks = current()
-    layout = apply_parallelism(model, config.parallel, ranks)
+    section = {"name": stage.name, "seq_len": config.seq_len, "mtp": {"depth": config.mtp.depth}}
+    layout = apply_parallelism(model, config.parallel, ranks, section | {"sparse": attention == "sparse"})
+    if layout.parts is not None:
+        rows = -(-config.rows // layout.data_world)
+        keys = f"{stage.name}: rows {config.rows}, micro_rows {config.micro_rows}"
+        config.parallel.check_micro_batches(-(-rows // (config.micro_rows or rows)), keys)
+        stage.print(f"pipeline stages: {' | '.join(map(str, layout.parts.specs))}")
     if layout.pool is not None:
         raise ValueError(
             "parallel.context_groups: variable is for samples of unequal length (sft); rows here are all as long"

@@ -1,4 +1,4 @@
-"""Turns expert and context parallelism on for a stage: `parallel: {processes: 4, expert: 4, context: 2}` in its parameters.
+"""Turns expert, context or pipeline parallelism on for a stage: `parallel: {processes: 4, expert: 4, context: 2}`.
 
     layout = apply_parallelism(model, config.parallel)       # before the optimizer is built
     sampler.batch(first, rows, layout.data_rank, layout.data_world)        # ranks that share sequences get the same rows
@@ -6,7 +6,8 @@
     model = layout.whole_model(model)                        # all ranks; then the writer saves it
 
 Ranks are numbered node by node. A context group is `context` neighbouring ranks, an expert group `expert` neighbouring ranks;
-the two may overlap in any way. What the trainer asks of a layout is below; a plain one changes nothing.
+the two may overlap in any way. A pipeline is `pipeline` neighbouring ranks. What the trainer asks of a layout is below; a
+plain one changes nothing.
 
 Check it:  python -m pytest tests/tasks/test_model_parallel.py
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,8 @@ from model.expert_parallel import (
     shard_experts,
     whole_experts,
 )
+from model.pipeline import Grid
+from model.pipeline_parts import Parts
 from model.state_parts import Piece, as_source, load_into, share_out
 from model.transformer import GlmMoeDsa
 from tasks.parallel import Parallel, ParallelSettings, current
@@ -54,12 +58,15 @@ class Layout:
     replicas_control: dist.ProcessGroup | None = None
     pool: ContextPool | None = None  # context groups that change from step to step, of at most `largest` ranks
     largest: int = 1
+    parts: Parts | None = None  # the stages of a pipeline that this rank keeps
 
     @property
     def copies(self) -> int:
         """Ranks that are given the same rows (in the step at hand)."""
         if self.pool is not None:
             return self.pool.sharing
+        if self.parts is not None:
+            return self.parts.grid.pipeline
         return self.context.ranks if self.context else 1
 
     def deal(self, model: nn.Module, lengths: Sequence[int], cost: Cost, balance: str) -> Sequence[int]:
@@ -90,10 +97,12 @@ class Layout:
 
     def owns_part(self, name: str) -> bool:
         """Whether ranks hold different parts of this tensor."""
-        return self.experts is not None and is_expert(name)
+        return self.parts is not None or (self.experts is not None and is_expert(name))
 
     def owned_weights(self, model: nn.Module) -> list[Piece]:
         """What this rank writes of the weights: its share of what all ranks hold, and of its experts among their holders."""
+        if self.parts is not None:
+            return self.parts.pieces(model.state_dict())
         state, ranks = model.state_dict(), current()
         pieces = share_out({n: t for n, t in state.items() if not self.owns_part(n)}, ranks.rank, ranks.world)
         if self.experts is not None:
@@ -104,6 +113,9 @@ class Layout:
 
     def load_weights(self, model: nn.Module, source: Mapping[str, Tensor]) -> None:
         """Fill the model from a whole one's tensors; of a source, this rank reads what it holds. ValueError when they differ."""
+        if self.parts is not None:
+            self.parts.load(source)
+            return
         source = as_source(source)
         load_into(model.state_dict(), source if self.experts is None else LocalExperts(source, self.experts))
 
@@ -113,6 +125,8 @@ class Layout:
 
     def part(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The inverse: what this rank holds of them."""
+        if self.parts is not None:
+            return {n: t for n, t in tensors.items() if self.parts.takes(n)}
         return tensors if self.experts is None else expert_shards(tensors, self.experts)
 
     def even(self, batches: Sequence[dict[str, Tensor]], ranks: Parallel) -> list[dict[str, Tensor]]:
@@ -130,7 +144,12 @@ class Layout:
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Sequences are whole on every rank while open: evaluations look at all hidden states, and the writer runs them alone."""
+        """Sequences are whole on every rank while open, and a pipeline's model on the writer: evaluations look at all hidden
+        states, and the writer runs them alone. All ranks enter it."""
+        if self.parts is not None:
+            with self.parts.lent():
+                yield
+            return
         context = getattr(model, "context", None)
         if context is None:
             yield
@@ -145,6 +164,8 @@ class Layout:
         """A model of one process with these weights, for saving. All ranks call it."""
         if self.context is not None or self.pool is not None:
             set_context(model, None)
+        if self.parts is not None:
+            self.parts.join()
         if self.experts is None:
             return model
         with torch.device("meta"):  # the tensors of the state take the parameters' places
@@ -169,12 +190,30 @@ def _route(part: int, rank: int, settings: ParallelSettings) -> Route:
     return make_route(list(range(first, first + part)), per_node if nodes else None, stages)
 
 
-def apply_parallelism(model: GlmMoeDsa, settings: ParallelSettings, ranks: Parallel | None = None) -> Layout:
-    """Spread the model's experts and sequences as `parallel.expert` and `parallel.context` say. All ranks call it.
+def _pipeline(model: GlmMoeDsa, settings: ParallelSettings, ranks: Parallel, section: Mapping[str, Any]) -> Layout:
+    from tasks.pipeline_engine import place_stages  # it imports the trainer, which imports this module
 
-    ValueError when sizes do not divide, or the model or engine cannot be spread.
+    _divides("pipeline", settings.pipeline, ranks.world)
+    specs = place_stages(model.cfg, settings, section)
+    ranks.check_same(model)  # while all ranks have all of it
+    grid = Grid.create(settings.pipeline)
+    return Layout(grid.replica, grid.data, parts=Parts(model, specs, grid, ranks.control))
+
+
+def apply_parallelism(
+    model: GlmMoeDsa,
+    settings: ParallelSettings,
+    ranks: Parallel | None = None,
+    section: Mapping[str, Any] | None = None,
+) -> Layout:
+    """Spread the model's experts, sequences or layers as the `parallel` settings say. All ranks call it.
+
+    section: what a pipeline's stages are balanced for, as tasks.pipeline_engine.place_stages takes it. ValueError when sizes
+    do not divide, or the model or engine cannot be spread.
     """
     ranks = ranks or current()
+    if settings.pipeline > 1:
+        return _pipeline(model, settings, ranks, section or {"name": "", "seq_len": 1024, "mtp": {"depth": 1}})
     _divides("expert", settings.expert, ranks.world)
     variable = settings.context > 1 and settings.context_groups == "variable"
     shared = 1 if variable else settings.context

@@ -67,6 +67,17 @@ class LanguageModeling:
         """MTP steps that this optimizer step unrolls."""
         return self.mtp_depth if (step + 1) % self.mtp_every == 0 else 0
 
+    def stage_work(self, step: int) -> dict[str, Any]:
+        """What a pipeline's stages compute (model.pipeline_stage.Work); its last one calls `head_loss`."""
+        return {
+            "attention": self.attention,
+            "mtp_depth": self.depth_at(step),
+            "balance_coef": self.balance_coef,
+            "index_rows": self.index_rows,
+            "index_coef": self.index_coef,
+            "rows_seed": self.row_seed + step,
+        }
+
     def terms(self, batch: Batch, step: int) -> dict[str, float]:
         """What each term of the loss beside the main one is a mean over in this batch: valid targets, or rows."""
         targets_bs = batch["targets_bs"]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from tasks.settings import Section
@@ -57,6 +57,62 @@ class ParallelSettings(Section):
         1, ge=1, le=2, description="2: all-to-all inside nodes first, then one message per node"
     )
     bucket_mb: float = Field(64.0, gt=0, description="bytes (in MiB) of gradients or parameters in flight at most")
+    pipeline: int = Field(
+        1,
+        ge=1,
+        description="ranks over which the model's layers are spread; divides the processes, the rest are replicas of the "
+        "pipeline. With 1, the settings below have no effect",
+    )
+    virtual: int = Field(1, ge=1, description="pipeline stages per rank; above 1 the schedule is interleaved")
+    schedule: str = Field(
+        "interleaved",
+        pattern="^(gpipe|1f1b|interleaved)$",
+        description="order of the micro-batches; interleaved with virtual: 1 is 1f1b",
+    )
+    flexible_mtp: bool = Field(
+        True, description="the MTP block one stage before the output layers (GLM-5 2.4; from three stages on)"
+    )
+    deferred_weight_gradient: bool = Field(
+        False, description="weight gradients put off into the pipeline's gaps (zero bubble)"
+    )
+    gradient_shards: bool = Field(
+        False, description="a stage's gradient reduced to shards as it is ready; two rolling full buffers per rank"
+    )
+    activation_offload: bool = Field(
+        False, description="activations of micro-batches that wait for their backward go to host memory"
+    )
+
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> ParallelSettings:
+        if self.pipeline == 1:
+            return self
+        here = f"parallel.pipeline is {self.pipeline}"
+        for key, plain in (("expert", 1), ("context", 1), ("engine", "native"), ("zero_stage", 0)):
+            if getattr(self, key) != plain:
+                raise ValueError(
+                    f"{here} and parallel.{key} is {getattr(self, key)!r}: not together; parallel.{key}: {plain}, or "
+                    "parallel.pipeline: 1"
+                )
+        if self.processes > 1 and launched() == 1 and self.processes % self.pipeline:
+            raise ValueError(f"{here}, which does not divide parallel.processes ({self.processes})")
+        if self.schedule == "1f1b" and self.virtual > 1:
+            raise ValueError(
+                f"parallel.virtual is {self.virtual}: schedule 1f1b has one stage per rank, take schedule: interleaved"
+            )
+        if self.schedule == "gpipe" and self.deferred_weight_gradient:
+            raise ValueError(
+                "parallel.deferred_weight_gradient needs parallel.schedule 1f1b or interleaved, it is gpipe"
+            )
+        return self
+
+    def check_micro_batches(self, micros: int, keys: str) -> None:
+        """ValueError when a replica's step has too few micro-batches for the schedule; `keys` say where they come from."""
+        if self.pipeline > 1 and self.virtual > 1 and self.schedule == "interleaved" and micros < self.pipeline:
+            raise ValueError(
+                f"parallel.virtual is {self.virtual}: interleaved stages take micro-batches in groups of "
+                f"parallel.pipeline = {self.pipeline}, but a step has {micros} on each replica of the pipeline ({keys}); "
+                "take smaller micro-batches, fewer processes, or parallel.virtual: 1"
+            )
 
 
 class Parallel:

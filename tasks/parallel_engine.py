@@ -4,6 +4,7 @@ Each has the face of `model.muon.MuonSplit` and three things more: `backward(los
 is gathered by all ranks together.
 
     native      model/muon_sharded.py: gradients to their owners during the last backward pass of a step
+    pipeline    layers spread over ranks (tasks/pipeline_engine.py), which also drives the forward: `run_step`
     deepspeed   the same optimizer under deepspeed.initialize; or, for `optimizer.muon: off` and zero_stage 1 or 2,
                 DeepSpeed's own ZeRO with AdamW (tasks/deepspeed_engine.py)
 
@@ -42,7 +43,12 @@ class NativeEngine(ShardedMuonSplit):
 
 
 def make_engine(
-    model: nn.Module, optimizer: MuonSplit, parallel: Parallel, settings: ParallelSettings | None, layout: Any = None
+    model: nn.Module,
+    optimizer: MuonSplit,
+    parallel: Parallel,
+    settings: ParallelSettings | None,
+    layout: Any = None,
+    loop: Any = None,
 ) -> Any:
     """The engine that `settings` ask for; None when the plain optimizer in one process will do.
 
@@ -55,6 +61,15 @@ def make_engine(
             f"parallel.zero_stage is {settings.zero_stage}: DeepSpeed's ZeRO hands an optimizer one flat vector, so it "
             "needs parallel.engine: deepspeed and optimizer.muon: off; Muon is sharded by our own optimizer (zero_stage: 0)"
         )
+    if settings.pipeline > 1:
+        if layout is None or layout.parts is None:
+            raise ValueError(
+                f"parallel.pipeline is {settings.pipeline}: this stage's model is not cut into pipeline stages; "
+                "parallel.pipeline: 1 in this stage"
+            )
+        from tasks.pipeline_engine import PipelineEngine
+
+        return PipelineEngine(optimizer, layout.parts, settings, loop)
     if settings.engine == "deepspeed":
         from tasks.deepspeed_engine import DeepSpeedEngine
 

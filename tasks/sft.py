@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tasks.init_from import starting_checkpoint
 from tasks.model_parallel import apply_parallelism
-from tasks.parallel import ParallelSettings, current
+from tasks.parallel import WHOLE, ParallelSettings, Part, current
 from tasks.samplers import BatchSampler
 from tasks.sequence_balance import sequence_cost
 from tasks.sft_set import SftSet
@@ -102,18 +102,39 @@ def padded(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     }
 
 
-def objective(model: torch.nn.Module, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, Any]]:
+class FineTuning:
     """Mean cross entropy (nats) over trained tokens, with the sparse attention the model is served with."""
-    from kernels.cross_entropy import linear_cross_entropy
 
-    out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch.get("token_mask_bs"))
-    if model.context is not None:  # sequences spread over ranks
-        loss = model.context.cross_entropy(out.hidden_bsh, model.lm_head.weight, batch["targets_bs"])
+    def __call__(self, model: torch.nn.Module, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        out = model(batch["input_ids_bs"], attention="sparse", token_mask_bs=batch.get("token_mask_bs"))
+        if model.context is not None:  # sequences spread over ranks
+            loss = model.context.cross_entropy(out.hidden_bsh, model.lm_head.weight, batch["targets_bs"])
+        else:
+            loss, _ = self.head_loss(model, out.hidden_bsh, (), batch["targets_bs"], step)
         return loss, {"router_counts": out.router_counts}
-    hidden_nh, targets_n = out.hidden_bsh.flatten(0, 1), batch["targets_bs"].flatten()
-    trained = targets_n != IGNORE
-    loss = linear_cross_entropy(hidden_nh[trained], model.lm_head.weight, targets_n[trained])
-    return loss, {"router_counts": out.router_counts}
+
+    def stage_work(self, step: int) -> dict[str, Any]:
+        """What a pipeline's stages compute, as tasks.objectives.LanguageModeling's."""
+        return {"attention": "sparse"}
+
+    def head_loss(
+        self,
+        model: torch.nn.Module,
+        hidden_bsh: torch.Tensor,
+        mtp_hidden: Sequence[torch.Tensor],
+        targets_bs: torch.Tensor,
+        step: int,
+        part: Part = WHOLE,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss of hidden states [B,S,H]; only trained tokens pass through the output head."""
+        from kernels.cross_entropy import linear_cross_entropy
+
+        hidden_nh, targets_n = hidden_bsh.flatten(0, 1), targets_bs.flatten()
+        trained = targets_n != IGNORE
+        return linear_cross_entropy(hidden_nh[trained], model.lm_head.weight, targets_n[trained]), {}
+
+
+objective = FineTuning()
 
 
 def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> dict[str, float]:
@@ -144,7 +165,12 @@ def run(stage: Stage) -> None:
     source, data_dir = starting_checkpoint(stage), stage.dep("data/sft_data")
     train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
     model = load_checkpoint(source).to(pick_device())
-    layout = apply_parallelism(model, config.parallel, ranks)
+    section = {"name": "sft", "seq_len": config.micro_tokens, "sparse": True}
+    layout = apply_parallelism(model, config.parallel, ranks, section)
+    if layout.parts is not None:
+        samples = -(-config.batch_samples // layout.data_world)
+        config.parallel.check_micro_batches(samples, f"at most; sft.batch_samples {config.batch_samples}")
+        stage.print(f"pipeline stages: {' | '.join(map(str, layout.parts.specs))}")
     # the indexer keeps what the DSA stages taught it: nothing here trains it
     optimizer = build_optimizer(model, config.optimizer.to_config(train="backbone"))
     steps = max(1, round(config.epochs * len(train) / config.batch_samples))

@@ -111,11 +111,11 @@ class Trainer:
             raise ValueError(f"a training run needs at least one step, got {steps}")
         self.parallel = current()
         self.layout = layout or Layout(self.parallel.rank, self.parallel.world)
-        self.engine = make_engine(model, optimizer, self.parallel, parallel, self.layout)
+        self.engine = make_engine(model, optimizer, self.parallel, parallel, self.layout, settings)
         self.stage, self.model, self.optimizer = stage, model, self.engine or optimizer
         self.objective, self.batches, self.evaluate = objective, batches, evaluate
         self.steps, self.lr_factor, self.settings = steps, lr_factor, settings
-        self.device = next(model.parameters()).device
+        self.device = next(p.device for p in model.parameters() if not p.is_meta)
         self.step = 0
         self.counters: dict[str, float] = {"tokens": 0.0}
         self.last_eval: dict[str, float] = {}
@@ -242,6 +242,32 @@ class Trainer:
         tokens = sum(batch["input_ids_bs"].numel() for batch in own if "input_ids_bs" in batch) / self.layout.copies
         own = self.layout.even(own, self.parallel)
         micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in own]
+        if hasattr(self.engine, "run_step"):  # it drives the forward passes, too
+            logs, router_counts = self.engine.run_step(self.objective, micro_batches, self.step)
+            tokens = self.parallel.sum_(tokens)
+        else:
+            logs, router_counts = self._run(micro_batches, tokens)
+            tokens = logs.pop("tokens")
+        norms = self._clip()
+        judged = logs.get("lm_loss", logs["loss"])
+        reason = self.guard.judge(judged, {"loss": logs["loss"], **norms}, self.kind(self.step))
+        if reason is not None:
+            raise StepFault(reason, micro_batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if router_counts:
+            # The worst layer's fullest expert against an even split: 1 is perfect balance.
+            logs["router_max_load"] = max(float(c.max() * c.numel() / c.sum().clamp(min=1)) for c in router_counts)
+            logs |= self.router.add(router_counts)
+            limit = self.settings.router_bias_tokens
+            if self.settings.router_bias_rate and (limit is None or self.counters["tokens"] < limit):
+                balanced = self.engine if hasattr(self.engine, "update_router_bias") else self.model
+                balanced.update_router_bias(router_counts, self.settings.router_bias_rate)
+        self.counters["tokens"] += tokens
+        return {**logs, **norms, "lr_factor": scale, "tokens": self.counters["tokens"]}
+
+    def _run(self, micro_batches: Sequence[Batch], tokens: float) -> tuple[dict[str, float], list[Tensor]]:
+        """Forward and backward of this rank's micro-batches: logs (`tokens` among them) and router counts of all ranks."""
         counts = [batch_count(batch) for batch in micro_batches]
         terms = [self.objective.terms(b, self.step) if hasattr(self.objective, "terms") else {} for b in micro_batches]
         # Ranks that share sequences hold a part of each; a batch without a target only keeps other ranks company.
@@ -281,24 +307,7 @@ class Trainer:
                     router_counts.append(c)
             for key, number in {"loss": loss.detach(), **extra}.items():
                 logs[key] = logs.get(key, 0.0) + share * float(number)
-        logs, router_counts = self.parallel.sum_step({**logs, "tokens": tokens}, router_counts)
-        tokens = logs.pop("tokens")
-        norms = self._clip()
-        judged = logs.get("lm_loss", logs["loss"])
-        reason = self.guard.judge(judged, {"loss": logs["loss"], **norms}, self.kind(self.step))
-        if reason is not None:
-            raise StepFault(reason, micro_batches)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if router_counts:
-            # The worst layer's fullest expert against an even split: 1 is perfect balance.
-            logs["router_max_load"] = max(float(c.max() * c.numel() / c.sum().clamp(min=1)) for c in router_counts)
-            logs |= self.router.add(router_counts)
-            limit = self.settings.router_bias_tokens
-            if self.settings.router_bias_rate and (limit is None or self.counters["tokens"] < limit):
-                self.model.update_router_bias(router_counts, self.settings.router_bias_rate)
-        self.counters["tokens"] += tokens
-        return {**logs, **norms, "lr_factor": scale, "tokens": self.counters["tokens"]}
+        return self.parallel.sum_step({**logs, "tokens": tokens}, router_counts)
 
     def _clip(self) -> dict[str, float]:
         """Clip gradients; returns their norms before. The indexer's are clipped apart: its loss must not scale the rest."""
@@ -311,12 +320,13 @@ class Trainer:
         return {key: float(nn.utils.clip_grad_norm_(parts[key], limit)) for key in sorted(parts) if parts[key]}
 
     def _evaluate(self) -> None:
-        if self.parallel.is_writer or self.layout.together:
-            self.model.eval()
-            dtype = getattr(torch, self.settings.precision)
-            with torch.no_grad(), self.layout.evaluating(self.model), computing_in(self.model, dtype):
-                self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
-            self.model.train()
+        dtype = getattr(torch, self.settings.precision)
+        with torch.no_grad(), self.layout.evaluating(self.model):
+            if self.parallel.is_writer or self.layout.together:
+                self.model.eval()
+                with computing_in(self.model, dtype):
+                    self.last_eval = {k: float(v) for k, v in self.evaluate(self.model, self.step).items()}
+                self.model.train()
         self.last_eval = self.parallel.first(self.last_eval)
         self.stage.log(self.step, **self.last_eval)
         shown = "  ".join(f"{k} {v:.3f}" for k, v in self.last_eval.items() if "bits_per_byte" in k or "accuracy" in k)
