@@ -83,7 +83,7 @@ class PlainStream:
         head = b""
         while len(head) < 8 and (data := stream.read(8 - len(head))):
             head += data
-        self.magic = head[:4]
+        self.magic = head
         self._zstd = self._engine = None
         if head.startswith(GZIP):
             self._in = _Counted(stream, head)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.readers import DATA_ERRORS, Expansion, Limits, Rejected, make_record, open_plain, read_lines
+from tasks.readers import DATA_ERRORS, Expansion, Limits, Rejected, file_format, make_record, open_plain
+from tasks.readers_json import dotted, parse_row, read_values
 from tasks.records import Record
 from tasks.remote import InputFile, local_path, open_file, scheme
 
@@ -53,7 +53,8 @@ def row_record(
             value = " AND ".join(map(str, value)) if field == "licence" else None
         fields[field] = "" if value is None else str(value)
     kept = {name: _plain(row.get(name)) for name in columns.keep} | (extra or {})
-    meta = json.loads(json.dumps({"columns": kept}, default=str)) if kept else {}
+    meta = {"columns": kept}
+    meta = json.loads(json.dumps(meta, default=str), parse_constant=lambda _: None) if kept else {}
     path = fields.pop("path").replace("\x00", "")[:1000]
     if isinstance(row[columns.text], str):
         fields["charset"] = "utf-8"
@@ -61,13 +62,16 @@ def row_record(
 
 
 def read_jsonl(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | Rejected]:
-    """One object per line (plain, gzip or zstd). The `columns` are its keys; a dotted name reaches into objects."""
+    """One object per line, or an array of objects (plain, gzip or zstd). A dotted name in `columns` reaches into objects."""
     good = number = missing = 0
     damaged = False
     keys: list[str] = []
     try:
         with open_plain(file, limits) as stream:
-            for line, ended in read_lines(stream, limits.record_bytes):
+            if not stream.compressed and (found := file_format(stream.magic)):
+                yield Rejected(file.name, "", "mis_declared", f"expected JSON, plain, gzip or zstd; found {found}")
+                return
+            for line, ended in read_values(stream, limits.record_bytes):
                 number += 1
                 if number == 1 and line:
                     line = line.removeprefix(b"\xef\xbb\xbf")
@@ -100,7 +104,7 @@ def _json_row(
     if line is None:
         return Rejected(file.name, str(number), "too_large", f"a line of more than {limits.record_bytes} bytes")
     try:
-        row = orjson.loads(line)  # refuses nesting beyond 1024 levels, NaN, and what is not UTF-8
+        row = parse_row(line)
     except ValueError as error:
         try:
             line.decode("utf-8")
@@ -110,28 +114,30 @@ def _json_row(
         return Rejected(file.name, str(number), "bad_json_line", detail)
     if not isinstance(row, dict):
         return Rejected(file.name, str(number), "bad_json_line", f"expected an object, found {type(row).__name__}")
-    names = {n for n in (source.columns.text, source.columns.path, *map(source.columns.get, FIELDS)) if n}
-    for name in (*names, *source.columns.keep):
-        if name not in row and "." in name:
-            value: Any = row
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                row[name] = value
+    dotted(row, _names(source))
     return row_record(row, source, file, number, limits)
 
 
+def _names(source: Any) -> tuple[str, ...]:
+    """The columns that a source names."""
+    wanted = (source.columns.text, source.columns.path, *map(source.columns.get, FIELDS), *source.columns.keep)
+    return tuple(dict.fromkeys(n for n in wanted if n))
+
+
 def _check_columns(source: Any, file: InputFile, present: list[str]) -> list[str]:
-    """The columns to read; ValueError names the key of the source whose column the table does not have."""
+    """The columns to read; ValueError names the key of the source whose column the table does not have.
+
+    A dotted name reaches into a column of structs.
+    """
     wanted = {"text": source.columns.text, "path": source.columns.path}
     wanted |= {field: source.columns.get(field) for field in FIELDS}
     wanted |= {f"keep[{i}]": name for i, name in enumerate(source.columns.keep)}
     for key, column in wanted.items():
-        if column and column not in present:
+        if column and column not in present and column.partition(".")[0] not in present:
             raise ValueError(
                 f"source {source.name!r}: columns.{key}: {file.name} has no column {column!r}; it has {', '.join(present)}"
             )
-    return list(dict.fromkeys(c for c in wanted.values() if c))
+    return list(dict.fromkeys(c if c in present else c.partition(".")[0] for c in wanted.values() if c))
 
 
 class Large(int):
@@ -169,8 +175,9 @@ def _table_rows(
         for batch in batches:
             for row in batch_rows(batch, limits.record_bytes):
                 number += 1
-                value = row.get(source.columns.text)
-                if isinstance(value, bytes) and _is_text(batch.schema.field(source.columns.text).type):
+                dotted(row, _names(source))
+                value, index = row.get(source.columns.text), batch.schema.get_field_index(source.columns.text)
+                if isinstance(value, bytes) and index >= 0 and _is_text(batch.schema.field(index).type):
                     yield Rejected(file.name, str(number), "wrong_charset", f"column {source.columns.text}: not UTF-8")
                 else:
                     yield row_record(row, source, file, number, limits)
@@ -208,7 +215,8 @@ def read_parquet(file: InputFile, source: Any, limits: Limits) -> Iterator[Recor
             with pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20) as probe:
                 names = probe.schema_arrow.names
                 columns = _check_columns(source, file, names)
-                text = probe.schema_arrow.field(source.columns.text).type
+                index = probe.schema_arrow.get_field_index(source.columns.text)
+                text = probe.schema_arrow.field(index).type if index >= 0 else pa.null()
                 chunks = (probe.metadata.row_group(i) for i in range(probe.num_row_groups))
                 largest = max(
                     (g.column(c).total_compressed_size for g in chunks for c in range(g.num_columns)), default=0

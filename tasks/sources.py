@@ -157,7 +157,7 @@ _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
     "html": (".html", ".htm", ".xhtml"),
     "pdf": (".pdf",),
-    "hf": (".parquet", ".arrow", ".jsonl", ".json"),
+    "hf": tuple(s + p for s in (".jsonl", ".json") for p in PACKED) + (".parquet", ".arrow"),
 }
 
 
@@ -234,18 +234,14 @@ def _repositories(source: Git) -> list[InputFile]:
 def _dataset_files(source: Table) -> list[InputFile]:
     """The data files of a Hugging Face dataset directory: those that `state.json` lists, else all of the hub's layout."""
     if scheme(source.path):
-        return _of_split(list_inputs(source.path, _SUFFIXES["hf"]), source)
+        return _of_split([f for f in list_inputs(source.path) if _is_data(f)], source)
     root = local_path(source.path)
     if not root.is_dir():
         raise FileNotFoundError(f"{source.path}: no directory there")
     files = {f.name: f for f in list_inputs(source.path)}
     states = sorted(n for n in files if n.rpartition("/")[2] == "state.json")
     if not states:
-        wanted = [f for f in files.values() if f.name.endswith(_SUFFIXES["hf"]) and "/." not in f"/{f.name}"]
-        wanted = [
-            f for f in wanted if not re.search(r"(^|/)(dataset_infos?|dataset_dict|state|README).*\.json$", f.name)
-        ]
-        return _of_split(_links_within(wanted, root), source)
+        return _of_split(_links_within([f for f in files.values() if _is_data(f)], root), source)
     found = []
     for state in states:
         folder = state.rpartition("/")[0]
@@ -265,6 +261,12 @@ def _dataset_files(source: Table) -> list[InputFile]:
     return found
 
 
+def _is_data(file: InputFile) -> bool:
+    if not file.name.endswith(_SUFFIXES["hf"]) or "/." in f"/{file.name}":
+        return False
+    return not re.search(r"(^|/)(dataset_infos?|dataset_dict|state|README).*\.json$", file.name)
+
+
 def _links_within(files: list[InputFile], root: Path) -> list[InputFile]:
     """Links that stay inside the directory are files, as in the hub's cache; the others stay refused."""
     real, out = root.resolve(), []
@@ -278,6 +280,8 @@ def _links_within(files: list[InputFile], root: Path) -> list[InputFile]:
 
 
 def _of_split(files: list[InputFile], source: Table) -> list[InputFile]:
+    if not files:
+        raise ValueError(f"path: {source.path}: no data file of a dataset there ({' '.join(_SUFFIXES['hf'])})")
     if not source.split:
         return files
     split = re.escape(source.split)
