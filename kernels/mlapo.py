@@ -146,7 +146,8 @@ class _SplitLatents(torch.autograd.Function):
         q_lora, latent = len(q_norm_q), len(kv_norm_l)
         q_hat, q_inv = _normalise(both_bsy[..., :q_lora], eps)
         kv_hat, kv_inv = _normalise(both_bsy[..., q_lora : q_lora + latent], eps)
-        k_rope = both_bsy[..., q_lora + latent :].contiguous()
+        # A copy even of one row, which contiguous() would hand back as it is: part of the input, at an odd place perhaps.
+        k_rope = both_bsy[..., q_lora + latent :].clone(memory_format=torch.contiguous_format)
         _rotate_(k_rope, cis_bsr)
         ctx.save_for_backward(q_hat, q_inv, kv_hat, kv_inv, q_norm_q, kv_norm_l, cis_bsr)
         return q_hat * q_norm_q, kv_hat * kv_norm_l, k_rope

@@ -19,7 +19,10 @@ def rope_cis(positions_bs: torch.Tensor, dim: int, theta: float) -> torch.Tensor
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], -1, 2))
+    x = x.contiguous()
+    if x.storage_offset() % 2:  # one row of a wider tensor is contiguous wherever it begins, pairs begin at even places
+        x = x.clone()
+    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
 
 
 class _Rotate(torch.autograd.Function):
