@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from tasks import extract_features, extract_trees
-from tasks.extract_scan import WORDS, fnv1a, hash_table, scan
+from tasks.extract_hash import fnv1a, hash_table
+from tasks.extract_names import element_names
+from tasks.extract_scan import WORDS, scan
 
 MODEL_PATH = Path(__file__).resolve().parents[1] / "conf" / "extraction.safetensors"
 STAGES = ("first", "second")
@@ -90,7 +92,7 @@ def segment(html: str) -> tuple[Blocks, object]:
     wanted = sorted(set(title_words(tree.title or "")))[:200]
     table = hash_table(wanted, [1.0] * len(wanted), 9) if wanted else (_NO_SLOTS, _NO_VALUES)
     elements, text, blocks, stats, words, word_block = scan(buf, *table)
-    names, owner, hidden = extract_features.names(buf, elements)
+    names, owner, hidden = element_names(buf, elements)
     size = float(len(wanted))
     return Blocks(buf, elements, text, blocks, stats, words, word_block, names, owner, hidden, size), tree
 

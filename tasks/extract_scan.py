@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tasks.extract_hash import FNV, fnv1a, hash_table, lookup, mix
+
 _BLOCK = (
     "address article aside blockquote body center dd details dialog dir div dl dt fieldset figcaption figure footer form "
     "frameset h1 h2 h3 h4 h5 h6 header hgroup hr html legend li listing main menu nav ol p pre section summary table "
@@ -69,48 +71,9 @@ COLUMNS = (
 ) = range(len(COLUMNS))
 
 TEXT, OPEN, CLOSE = 0, 1, 2
-_FNV, _PRIME = np.uint32(2166136261), np.uint32(16777619)
-
-
-def fnv1a(data: bytes) -> int:
-    """32-bit FNV-1a of lower-case bytes: how words, tags and class names are looked up."""
-    value = 2166136261
-    for byte in data:
-        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
-    return value
-
-
-def hash_table(keys: list[int], values: list[float], bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Open-addressed (keys uint32, values float32) of 2**bits places; key 0 marks a free one."""
-    slots, found = np.zeros(1 << bits, np.uint32), np.zeros(1 << bits, np.float32)
-    if len(keys) >= len(slots):
-        raise ValueError(f"hash table of {len(slots)} places for {len(keys)} keys")
-    for key, value in zip(keys, values, strict=True):
-        place = key & (len(slots) - 1)
-        while slots[place] not in (0, key):
-            place = (place + 1) & (len(slots) - 1)
-        slots[place], found[place] = key, value
-    return slots, found
-
-
-@njit(cache=True, nogil=True)
-def lookup(slots, values, key, default):
-    """Value of a key of `hash_table`, or `default`."""
-    mask = np.uint32(len(slots) - 1)
-    place = key & mask
-    while slots[place] != 0:
-        if slots[place] == key:
-            return values[place]
-        place = (place + np.uint32(1)) & mask
-    return default
 
 
 _TAG_SLOTS, _TAG_VALUES = hash_table([fnv1a(t.encode()) for t in TAGS[1:]], list(range(1, len(TAGS))), 9)
-
-
-@njit(cache=True, nogil=True)
-def _mix(value, byte):
-    return np.uint32((value ^ np.uint32(byte)) * _PRIME)
 
 
 @njit(cache=True, nogil=True)
@@ -170,8 +133,8 @@ def scan(buf, title_slots, title_values):
     n_el, depth, n_text, n_block, n_word = 0, 0, 0, 0, 0
     skip, links, pre, emphasis, code, list_depth, row, cell, item, pre_element = 0, 0, 0, 0, 0, 0, -1, -1, 0, 0
     begin, pending, breaks, images, times, inline_tags = 0, False, 0, 0, 0, 0
-    word_hash, in_word, word_letters = _FNV, False, 0
-    last, block_hash = np.uint8(0), _FNV
+    word_hash, in_word, word_letters = FNV, False, 0
+    last, block_hash = np.uint8(0), FNV
     elements[0, 0], elements[0, 1], elements[0, 2], elements[0, 3] = 0, -1, 0, 0
     stack[0] = 0
     n_el, depth = 1, 1
@@ -212,14 +175,14 @@ def scan(buf, title_slots, title_values):
                     in_word = False
                 if pre > 0:
                     if empty:
-                        blocks[n_block, 0], blocks[n_block, 3], block_hash = n_text, stack[depth - 1], _FNV
+                        blocks[n_block, 0], blocks[n_block, 3], block_hash = n_text, stack[depth - 1], FNV
                     text[n_text] = c
                     n_text += 1
                 elif not empty:
                     pending = True
                 continue
             if empty:
-                blocks[n_block, 0], blocks[n_block, 3], block_hash = n_text, stack[depth - 1], _FNV
+                blocks[n_block, 0], blocks[n_block, 3], block_hash = n_text, stack[depth - 1], FNV
             elif breaks > 0:
                 text[n_text] = 10
                 n_text += 1
@@ -231,7 +194,7 @@ def scan(buf, title_slots, title_values):
             text[n_text] = c
             n_text += 1
             last = c
-            block_hash = _mix(block_hash, c)
+            block_hash = mix(block_hash, c)
             if c & 192 != 128:
                 stats[n_block, CHARS] += 1
                 if links > 0:
@@ -281,9 +244,9 @@ def scan(buf, title_slots, title_values):
                     stats[n_block, SYMBOLS] += 1
             if letter:
                 if not in_word:
-                    in_word, word_hash, word_letters = True, _FNV, 0
+                    in_word, word_hash, word_letters = True, FNV, 0
                     stats[n_block, WORDS] += 1
-                word_hash = _mix(word_hash, lower)
+                word_hash = mix(word_hash, lower)
                 word_letters += 1
             elif in_word and c < 128 and c != 39:
                 n_word = _end_word(
@@ -304,9 +267,9 @@ def scan(buf, title_slots, title_values):
                 continue
             closing = i + 1 < size and buf[i + 1] == 47
             start = i + 2 if closing else i + 1
-            j, name_hash, hyphen = start, _FNV, False
+            j, name_hash, hyphen = start, FNV, False
             while j < size and buf[j] != 62 and buf[j] != 32 and buf[j] != 47:
-                name_hash = _mix(name_hash, buf[j] | 32)
+                name_hash = mix(name_hash, buf[j] | 32)
                 hyphen |= buf[j] == 45
                 j += 1
             # `| 32` leaves digits and the hyphen as they are, and letters lower case

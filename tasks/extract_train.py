@@ -32,8 +32,8 @@ from numba import njit
 
 from tasks import extract_trees
 from tasks.extract import NotText, decode_html
+from tasks.extract_hash import fnv1a, hash_table
 from tasks.extract_model import MODEL_PATH, STAGES, BlockClassifier, Blocks, Trees, feature_digest, features, segment
-from tasks.extract_scan import fnv1a, hash_table
 
 FOLDS = 3
 TREES = {"first": 100, "second": 110}

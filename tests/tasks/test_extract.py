@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tasks import extract
 from tasks.extract import NotText, boilerplate, clean_text, code_blocks, decode_html, extract_page, render
+from tasks.extract_hash import hash_table
 from tasks.extract_model import segment
-from tasks.extract_scan import hash_table, scan
+from tasks.extract_scan import scan
 from tests.bench.extraction import GOLD, REQUIRED_F1, gold_pages, precision_recall, summary
 
 RUSSIAN = "Корзина пуста. Сегодня мы расскажем вам о том, как работает наш магазин и доставка товаров по всей стране."
