@@ -62,11 +62,38 @@ def run_shard(function: Callable, argument: Any, journal: str) -> Any:
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """A .npy file, whole or not at all; nothing that needs pickle."""
+    with staged(path) as staging, open(staging, "wb") as handle:
+        np.save(handle, array, allow_pickle=False)
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; it becomes `path` at the end, or is removed when that is not reached."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(staging, "wb") as handle:
-        np.save(handle, array, allow_pickle=False)
-    os.replace(staging, path)
+    try:
+        yield staging
+        os.replace(staging, path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def mapped_array(path: Path, dtype: Any, count: int) -> Iterator[np.ndarray]:
+    """A .npy file of `count` zeros to be filled through a memory map; it has its name, whole, at the end.
+
+    Its room on disk is claimed first: a full disk is an OSError here, and no bus error at a later assignment.
+    """
+    with staged(path) as staging:
+        with open(staging, "wb") as handle:
+            np.lib.format.write_array_header_1_0(
+                handle, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (count,)}
+            )
+            os.posix_fallocate(handle.fileno(), 0, handle.tell() + count * np.dtype(dtype).itemsize)
+        array = np.load(staging, mmap_mode="r+")
+        yield array.view(np.ndarray)
+        array.flush()
 
 
 def link_file(made: Path, final: Path) -> None:
@@ -78,11 +105,16 @@ def link_file(made: Path, final: Path) -> None:
         shutil.copyfile(made, final)
 
 
+def partition_of(keys: np.ndarray, partitions: int) -> np.ndarray:
+    """The partition of a shuffle that each uint64 key falls into, uint64 too."""
+    return (keys >> np.uint64(32)) % np.uint64(partitions)
+
+
 def _spill(function: Callable, partitions: int, folder: str, named: tuple[str, Any]) -> Any:
     name, argument = named
     channels, result = function(argument)
     for channel, records in channels.items():
-        part = (records["key"] >> np.uint64(32)) % np.uint64(partitions)
+        part = partition_of(records["key"], partitions)
         order = np.argsort(part, kind="stable")
         bounds = np.searchsorted(part[order], np.arange(partitions + 1, dtype=np.uint64))
         save_array(Path(folder) / channel / f"{name}.npy", records[order])

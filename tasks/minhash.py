@@ -269,18 +269,31 @@ def verified_pairs(
 
 
 @numba.njit(cache=True, nogil=True)
-def _components(left, right, parent):
+def join(left, right, parent):
+    """Union-find: connect left[p] with right[p] in `parent` (int64 [n], where -1 is a member of no pair yet)."""
     for p in range(len(left)):
-        i, j = _find(parent, left[p]), _find(parent, right[p])
+        i, j = left[p], right[p]
+        if parent[i] < 0:
+            parent[i] = i
+        if parent[j] < 0:
+            parent[j] = j
+        i, j = _find(parent, i), _find(parent, j)
         parent[max(i, j)] = min(i, j)
+
+
+@numba.njit(cache=True, nogil=True)
+def flatten(parent):
+    """After all `join`s: the smallest member of each one's connected component, whatever the order of the pairs; -1 stays."""
     for i in range(len(parent)):
-        parent[i] = _find(parent, i)
+        if parent[i] >= 0:
+            parent[i] = _find(parent, i)
 
 
 def components(left: np.ndarray, right: np.ndarray, n: int) -> np.ndarray:
-    """int64 [n]: the smallest member of each one's connected component, whatever the order of the pairs (union-find)."""
+    """int64 [n]: the smallest member of each one's connected component."""
     parent = np.arange(n)
-    _components(np.asarray(left, dtype=np.int64), np.asarray(right, dtype=np.int64), parent)
+    join(np.asarray(left, dtype=np.int64), np.asarray(right, dtype=np.int64), parent)
+    flatten(parent)
     return parent
 
 

@@ -20,6 +20,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 _WORD = re.compile(r"\w+")
+SAMPLE = 20_000  # rows that k-means' centres are fitted on, and four times the most centres that there are
 _TRIES = 4  # kept documents, the most similar first, that one document is checked against
 
 
@@ -48,48 +49,61 @@ class Semantic:
     refused: int = 0
 
 
-def kmeans(x_nd: np.ndarray, k: int, seed: int, steps: int = 12, sample: int = 20_000, batch: int = 8192) -> np.ndarray:
+def kmeans(x_nd: np.ndarray, k: int, seed: int, steps: int = 12, batch: int = 8192) -> np.ndarray:
     """Spherical k-means over rows of length 1: cluster of each row, int [n] in 0..k-1 (some may be empty).
 
-    Centres start at rows drawn by `seed` and are fitted on at most `sample` rows; memory is batch * k floats beside them.
+    Centres are fitted on at most `SAMPLE` rows drawn by `seed`; memory is batch * k floats beside them.
     """
     n = len(x_nd)
     if k <= 1 or n <= 1:
         return np.zeros(n, int)
     rng = np.random.default_rng(seed)
-    train = x_nd if n <= sample else x_nd[np.sort(rng.choice(n, sample, replace=False))]
-    centre = train[np.sort(rng.choice(len(train), min(k, len(train)), replace=False))].copy()
+    train = x_nd if n <= SAMPLE else x_nd[np.sort(rng.choice(n, SAMPLE, replace=False))]
+    return assign(x_nd, centres(train, k, rng, steps, batch), batch)
+
+
+def centres(train_nd: np.ndarray, k: int, rng: np.random.Generator, steps: int = 12, batch: int = 8192) -> np.ndarray:
+    """float32 [k, d], fewer when there are fewer rows: k-means' centres, which start at rows drawn by `rng`."""
+    centre = train_nd[np.sort(rng.choice(len(train_nd), min(k, len(train_nd)), replace=False))].copy()
     before = None
     for _ in range(steps):
-        found = _assign(train, centre, batch)
+        found = assign(train_nd, centre, batch)
         if before is not None and np.array_equal(found, before):
             break
         before = found
         order = np.argsort(found, kind="stable")
         present, starts = np.unique(found[order], return_index=True)
-        total = np.add.reduceat(train[order].astype(np.float64), starts, axis=0)
+        total = np.add.reduceat(train_nd[order].astype(np.float64), starts, axis=0)
         norm = np.linalg.norm(total, axis=1, keepdims=True)
         centre[present] = np.where(norm > 1e-12, total / np.maximum(norm, 1e-12), centre[present])
-    return _assign(x_nd, centre, batch)
+    return centre
 
 
-def _assign(x_nd: np.ndarray, centre_kd: np.ndarray, batch: int) -> np.ndarray:
+def assign(x_nd: np.ndarray, centre_kd: np.ndarray, batch: int = 8192) -> np.ndarray:
+    """int64 [n]: the centre nearest to each row; at most 2^24 products in memory at a time."""
+    batch = max(1, min(batch, (1 << 24) // max(1, len(centre_kd))))
     parts = [np.argmax(x_nd[i : i + batch] @ centre_kd.T, axis=1) for i in range(0, len(x_nd), batch)]
-    return np.concatenate(parts)
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def clusters(x_nd: np.ndarray, size: int, largest: int, seed: int) -> list[np.ndarray]:
-    """Row indices per cluster, each ascending. Clusters above `largest` are split again, three times at most."""
+def clusters(x_nd: np.ndarray, size: int, largest: int, seed: int, depth: int = 0) -> list[np.ndarray]:
+    """Row indices per cluster, each ascending; `depth` splits have gone before.
+
+    Clusters above `largest` are split again, three times at most; one that is still above it holds rows that cannot be told
+    apart, and is cut in the order of its rows.
+    """
     out: list[np.ndarray] = []
-    todo = [(np.arange(len(x_nd)), 0)]
+    todo = [(np.arange(len(x_nd)), depth)]
     while todo:
         rows, depth = todo.pop()
-        k = -(-len(rows) // size)
-        if k <= 1 or (depth and (len(rows) <= largest or depth > 3)):
+        k = min(-(-len(rows) // size), SAMPLE // 4)
+        if k <= 1 or (depth and len(rows) <= largest):
             out.append(rows)
-            continue
-        found = kmeans(x_nd[rows], k, seed + depth)
-        todo += [(rows[found == c], depth + 1) for c in np.unique(found)[::-1]]
+        elif depth > 3:
+            out += [rows[i : i + largest] for i in range(0, len(rows), largest)]
+        else:
+            found = kmeans(x_nd[rows], k, seed + depth)
+            todo += [(rows[found == c], depth + 1) for c in np.unique(found)[::-1]]
     return out
 
 
@@ -120,25 +134,37 @@ def semdedup(
     x = x[known] / norm[known, None]
     rank = {int(i): (-keys[i][0], -keys[i][1], keys[i][2]) for i in known}
     for rows in clusters(x, cluster_size, max_cluster, seed) if len(known) else []:
-        result.sizes.append(len(rows))
         rows = np.array(sorted(rows, key=lambda r: rank[int(known[r])]), int)
-        kept = np.zeros((len(rows), x.shape[1]), np.float32)
-        kept_rows: list[int] = []
-        for row in rows:
-            index = int(known[row])
-            cosine = np.round(kept[: len(kept_rows)] @ x[row], 5)
-            for near in _nearest(cosine, threshold):
-                result.checked += 1
-                other = int(known[kept_rows[near]])
-                if same is None or same(index, other):
-                    result.removed[index] = (other, float(cosine[near]))
-                    break
-                result.refused += 1
-            else:
-                kept[len(kept_rows)] = x[row]
-                kept_rows.append(int(row))
+        found, checked, refused = compare(
+            x[rows], threshold, None if same is None else lambda i, j, rows=rows: same(known[rows[i]], known[rows[j]])
+        )
+        result.sizes.append(len(rows))
+        result.checked, result.refused = result.checked + checked, result.refused + refused
+        for i, (j, cosine) in found.items():
+            result.removed[int(known[rows[i]])] = (int(known[rows[j]]), cosine)
     result.kept = [i for i in range(len(keys)) if i not in result.removed]
     return result
+
+
+def compare(
+    x_nd: np.ndarray, threshold: float, same: Callable[[int, int], bool] | None
+) -> tuple[dict[int, tuple[int, float]], int, int]:
+    """({row: (kept row, cosine)} of the rows that go, pairs checked, pairs refused); the rows from the best to the worst."""
+    removed: dict[int, tuple[int, float]] = {}
+    kept_nd, kept = np.zeros_like(x_nd), []
+    checked = refused = 0
+    for row in range(len(x_nd)):
+        cosine = np.round(kept_nd[: len(kept)] @ x_nd[row], 5)
+        for near in _nearest(cosine, threshold):
+            checked += 1
+            if same is None or same(row, kept[near]):
+                removed[row] = (kept[near], float(cosine[near]))
+                break
+            refused += 1
+        else:
+            kept_nd[len(kept)] = x_nd[row]
+            kept.append(row)
+    return removed, checked, refused
 
 
 def _nearest(cosine: np.ndarray, threshold: float) -> np.ndarray:

@@ -99,12 +99,12 @@ def test_across_domains_can_be_off(tmp_path):
     assert build(tmp_path / "b", rows, across_domains=False)[1]["documents_out"] == 2
 
 
-def test_keepers():
-    meta = np.array(
-        [(0.5, 9, b"b"), (0.5, 9, b"a"), (0.9, 1, b"z"), (float("nan"), 99, b"0"), (0.0, 1, b"y"), (0.0, 2, b"x")],
-        dtype=[("quality", np.float64), ("length", np.int64), ("id", "S1")],
-    )
-    assert dedup.keepers(np.array([0, 0, 1, 1, 2, 2]), meta).tolist() == [1, 1, 2, 2, 5, 5]
+def test_the_order_of_the_keep_rule():
+    fields = [("quality", np.float64), ("length", np.int64), ("id", "S1"), ("doc", np.int64)]
+    rows = [(0.5, 9, b"b", 0), (0.5, 9, b"a", 9), (0.5, 9, b"a", 1), (float("nan"), 99, b"0", 2), (0.9, 1, b"z", 3)]
+    rows = np.array([*rows, (0.5, 10, b"y", 4)], dtype=fields)
+    assert dedup_steps.best_first(rows).tolist() == [4, 5, 2, 1, 0, 3]
+    assert dedup_steps.best_first(rows, np.array([1, 1, 1, 0, 0, 0])).tolist() == [4, 5, 3, 2, 1, 0]
 
 
 def corpus(folder: Path) -> list[Path]:
@@ -122,10 +122,10 @@ def corpus(folder: Path) -> list[Path]:
 
 
 def decided(shards: list[Path], scratch: Path, partitions: int) -> tuple[np.ndarray, list[dict]]:
-    job = dedup.make_job(dedup.Config(), shards, scratch)
-    found = dedup.search(job, partitions, LocalEngine(1))
-    removed = np.load(scratch / "removed.npy")
-    return removed, found["clusters"]
+    job = dedup.make_job(dedup.Config(), shards, scratch, partitions)
+    dedup.search(job, LocalEngine(1))
+    removed = np.concatenate([dedup_steps.removed_of(job, number) for number in range(len(shards))])
+    return removed, list(dedup.clusters(job))
 
 
 def test_partitions_and_chunks_change_nothing(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_the_same_bytes_from_any_engine_and_number_of_workers(tmp_path, engine, 
 def test_a_stage_that_stopped_goes_on_and_gives_the_same_bytes(tmp_path, monkeypatch):
     shards = corpus(tmp_path / "in")
     expected = stage(tmp_path / "whole", shards, workers=1)
-    write, sketches = dedup_steps.write, []
+    write, sketches = dedup.write, []
 
     def interrupted(argument):
         if argument[1] == 1:
@@ -184,12 +184,18 @@ def test_a_stage_that_stopped_goes_on_and_gives_the_same_bytes(tmp_path, monkeyp
 
     interrupted.__name__ = "write"
     with monkeypatch.context() as patch:
-        patch.setattr(dedup_steps, "write", interrupted)
+        patch.setattr(dedup, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stage(tmp_path / "again", shards, workers=1)
     assert not (tmp_path / "again/data/dedup").exists()
     sketch = dedup_steps.sketch
-    monkeypatch.setattr(dedup_steps, "sketch", lambda argument: sketches.append(argument) or sketch(argument))
+
+    def counted(argument):
+        sketches.append(argument)
+        return sketch(argument)
+
+    counted.__name__ = "sketch"
+    monkeypatch.setattr(dedup_steps, "sketch", counted)
     assert stage(tmp_path / "again", shards, workers=1) == expected
     assert not sketches and not (tmp_path / "again/work/dedup").exists()
 
