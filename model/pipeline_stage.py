@@ -49,7 +49,7 @@ class Work:
     index_rows: int | str | None = None
     index_coef: float = 1.0
     rows_seed: int = 0
-    rows_of: tuple[int, int] = (0, 1)
+    rows_of: tuple[int, ...] = (0, 1)
     recompute: bool = False
 
 
@@ -297,7 +297,8 @@ class ModelStage:
         mask_bs = batch.get("token_mask_bs")
         args = BlockArgs(work.attention, False, token_mask_bs=mask_bs)
         if work.index_rows is not None:
-            args.rows_br = GlmMoeDsa._draw_rows(work.index_rows, work.rows_seed, *ids_bs.shape, work.rows_of)
+            rows_of = (*work.rows_of, int(batch.get("first_row", 0)))
+            args.rows_br = GlmMoeDsa._draw_rows(work.index_rows, work.rows_seed, *ids_bs.shape, rows_of)
             args.rows_br = args.rows_br.to(ids_bs.device)
             args.row_weight_br = torch.ones(args.rows_br.shape, device=ids_bs.device)
             if mask_bs is not None:

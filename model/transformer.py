@@ -119,7 +119,7 @@ class GlmMoeDsa(nn.Module):
         token_mask_bs: torch.Tensor | None = None,
         index_loss_rows: int | str | None = None,
         rows_seed: int = 0,
-        rows_of: tuple[int, int] = (0, 1),
+        rows_of: tuple[int, ...] = (0, 1),
         index_only: bool = False,
         mtp_depth: int = 0,
     ) -> ModelOutput:
@@ -189,17 +189,19 @@ class GlmMoeDsa(nn.Module):
         return out
 
     @staticmethod
-    def _draw_rows(rows: int | str, seed: int, batch: int, size: int, share: tuple[int, int] = (0, 1)) -> torch.Tensor:
+    def _draw_rows(rows: int | str, seed: int, batch: int, size: int, share: tuple[int, ...] = (0, 1)) -> torch.Tensor:
         """Distinct query rows per sequence, ascending: int64 [B,R].
 
-        share: (r, w) when these are every w-th sequence of a larger batch, from r on: they draw what they would in it.
+        share: (r, w) when these are every w-th sequence of a larger batch, from r on, or (r, w, f) when they follow f such
+        sequences (micro-batches): they draw what they would in it.
         """
         if rows == "all":
             return torch.arange(size).expand(batch, -1)
         if not isinstance(rows, int) or rows < 1:
             raise ValueError(f"index_loss_rows must be None, 'all' or a positive integer, got {rows!r}")
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(batch * share[1], size, generator=generator)[share[0] :: share[1]]
+        first = share[2] if len(share) > 2 else 0
+        drawn = torch.rand((first + batch) * share[1], size, generator=generator)[share[0] :: share[1]][first:]
         return drawn.topk(min(rows, size), dim=1).indices.sort(dim=1).values
 
     def update_router_bias(self, router_counts: list[torch.Tensor], rate: float) -> None:

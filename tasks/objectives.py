@@ -114,7 +114,7 @@ class LanguageModeling:
             attention=self.attention,
             index_loss_rows=self.index_rows,
             rows_seed=self.row_seed + step,
-            rows_of=(part.rank, part.world),
+            rows_of=(part.rank, part.world, int(batch.get("first_row", 0))),
             mtp_depth=self.depth_at(step),
         )
         loss, logs = self.head_loss(model, out.hidden_bsh, out.mtp_hidden, batch["targets_bs"], step, part)
@@ -151,7 +151,7 @@ class IndexerWarmup:
             attention="dense",
             index_loss_rows=self.index_rows,
             rows_seed=self.row_seed + step,
-            rows_of=(part.rank, part.world),
+            rows_of=(part.rank, part.world, int(batch.get("first_row", 0))),
             index_only=True,
             mtp_depth=self.mtp_depth if model.mtp is not None else 0,
         )

@@ -14,6 +14,7 @@ Check it:  python -m pytest tests/tasks/test_trainer.py
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,6 +82,13 @@ def split_batch(batch: Mapping[str, Any], micro_rows: int) -> list[Batch]:
     tensors = {k: torch.as_tensor(v) for k, v in batch.items()}
     rows = next(iter(tensors.values())).size(0)
     return [{k: v[i : i + micro_rows] for k, v in tensors.items()} for i in range(0, rows, micro_rows)]
+
+
+def numbered(batches: Sequence[Batch]) -> list[Batch]:
+    """Micro-batches with `first_row`, how many rows of the step came before: what is drawn at random per row (the rows of
+    the indexer's loss) is then the same however the step is cut."""
+    rows = [next(iter(batch.values())).size(0) for batch in batches]
+    return [batch | {"first_row": torch.tensor(sum(rows[:i]))} for i, batch in enumerate(batches)]
 
 
 class Trainer:
@@ -171,8 +179,9 @@ class Trainer:
         found = self.store.load(event.skipped[0])
         if found is None:
             raise NonFiniteError(f"step {self.step}: {fault.reason}; there is no whole checkpoint left to go back to")
-        at = self.step
+        at, best = self.step, self.best
         self._restore(found)
+        self.best = best  # of what the best checkpoint on disk holds, also where the replay will not come by it again
         self.store.drop_after(self.step)
         self.stage.log(at + 1, guard_events=len(self.guard.events))
         skipped = ", ".join(map(str, event.skipped))
@@ -241,7 +250,7 @@ class Trainer:
         own = self.batches(self.step)
         tokens = sum(batch["input_ids_bs"].numel() for batch in own if "input_ids_bs" in batch) / self.layout.copies
         own = self.layout.even(own, self.parallel)
-        micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in own]
+        micro_batches = numbered([{k: v.to(self.device) for k, v in batch.items()} for batch in own])
         if hasattr(self.engine, "run_step"):  # it drives the forward passes, too
             logs, router_counts = self.engine.run_step(self.objective, micro_batches, self.step)
             tokens = self.parallel.sum_(tokens)
@@ -340,6 +349,9 @@ class Trainer:
         if name not in self.last_eval:
             raise ValueError(f"keep_best names {name!r}; the evaluation has {', '.join(sorted(self.last_eval))}")
         value = self.last_eval[name]
+        if math.isnan(value):  # nothing is better or worse than it: once kept, it would stay
+            self.stage.print(f"warning: step {self.step}: {name} is nan, which is no best")
+            return
         if self.best is None or (value < self.best["value"] if goal == "min" else value > self.best["value"]):
             self.best = {"step": self.step, "name": name, "value": value}
             self.save(best=True)

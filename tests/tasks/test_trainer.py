@@ -278,3 +278,58 @@ def test_bfloat16_arithmetic_keeps_fp32_weights_and_gradients(goal):
     assert all(p is weights[n] for n, p in model.named_parameters()), "the weights are the same objects again"
     assert losses[1] == pytest.approx(losses[0], rel=1e-2) and losses[1] != losses[0]
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("goal", ["min", "max"])
+def test_an_evaluation_that_is_not_a_number_is_no_best(tmp_path, goal):
+    values = {3: float("nan"), 6: 2.0, 9: float("nan"), 12: 3.0}
+    trainer = make(tmp_path / "a", eval_every=3, keep_best="val/loss", keep_best_goal=goal)
+    trainer.evaluate = lambda model, step: {"val/loss": values[step]}
+    trainer.run()
+    assert trainer.best["step"] == {"min": 6, "max": 12}[goal]
+    assert sum("val/loss is nan, which is no best" in line for line in trainer.stage.lines) == 2
+    empty = make(tmp_path / "b", eval_every=3, keep_best="val/loss", best_as_output=True)
+    empty.evaluate = lambda model, step: {"val/loss": float("nan")}
+    empty.run()
+    assert empty.best is None and empty.step == STEPS, "without a best the output is the last step"
+
+
+def test_after_a_rewind_the_best_on_disk_is_the_best_that_is_named(tmp_path):
+    """Step 6 is evaluated as the best, then skipped: what `best` says must be what best/ holds."""
+    seen = []
+
+    def broken(model, batch, step):
+        loss, logs = objective(model, batch, step)
+        return (loss * float("nan") if step == 6 else loss), logs
+
+    def evaluate(model, step):
+        seen.append(step)
+        return {"val/loss": 1.0 if step == 6 and seen.count(6) == 1 else 5.0 - step / 100}
+
+    trainer = make(tmp_path / "a", objective=broken, eval_every=2, keep_best="val/loss")
+    trainer.evaluate = evaluate
+    trainer.run()
+    assert seen.count(6) == 2, "the replay came by the step again and found it worse"
+    assert trainer.best == {"step": 6, "name": "val/loss", "value": 1.0} and trainer.store.load_best().step == 6
+
+
+@pytest.mark.parametrize("goal", [LanguageModeling(attention="sparse", index_rows=5, mtp_depth=1), IndexerWarmup(5)])
+def test_accumulation_draws_the_indexers_rows_of_the_whole_batch(tmp_path, goal):
+    ids, targets = random_ids(5, 33), random_ids(5, 33)[:, 1:]
+    targets[1, 3:], targets[3, :20] = -100, -100
+    data = {"input_ids_bs": ids[:, :-1], "targets_bs": targets}
+    points = []
+    for micro_rows in (5, 2, 1):
+        model = micro_model()
+        train = "indexer" if isinstance(goal, IndexerWarmup) else "all"
+        (tmp_path / str(micro_rows)).mkdir()
+        trainer = Trainer(
+            FakeStage(tmp_path / str(micro_rows)), model, build_optimizer(model, OptimConfig(lr_matrix=0.0, train=train)), goal,
+            lambda step, rows=micro_rows: split_batch(data, rows), steps=1, lr_factor=lambda step: 1.0,
+            settings=LoopSettings(grad_clip=0.0),
+        )  # fmt: skip
+        points.append(trainer._one_step())
+    for other in points[1:]:
+        assert other["index_kl"] == pytest.approx(points[0]["index_kl"], rel=1e-5)
+        assert other["loss"] == pytest.approx(points[0]["loss"], rel=1e-5)
+        assert other["index_grad_norm"] == pytest.approx(points[0]["index_grad_norm"], rel=1e-4)
