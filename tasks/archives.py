@@ -145,16 +145,28 @@ def _zip_members(path: Path, globs: Sequence[str], excludes: Sequence[str], limi
             elif (info.external_attr >> 28) == 0o12:
                 yield Member(name, None, "link")
             elif matches(name, globs, excludes):
-                with archive.open(info) as stream:  # the size in the header may lie: read by limit
-                    data = stream.read(limits.member_bytes + 1)
+                try:
+                    with archive.open(info) as stream:  # the size in the header may lie: read by limit
+                        data = stream.read(limits.member_bytes + 1)
+                except (
+                    *READ_ERRORS,
+                    NotImplementedError,
+                ):  # of an unknown method, say: the others have their own places
+                    yield Member(name, None, "encrypted" if info.flag_bits & 1 else "unreadable member")
+                    continue
                 left -= len(data)
                 if left < 0:
                     raise ArchiveError(f"{path.name}: decompresses beyond the limit; refused as a decompression bomb")
                 yield Member(name, None, "too large") if len(data) > limits.member_bytes else Member(name, data)
 
 
+def _unicode(name: str) -> str:
+    """A member's name as valid Unicode: bytes that are not UTF-8 become U+FFFD."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def _tar_members(
-    stream: BinaryIO, label: str, globs: Sequence[str], excludes: Sequence[str], limits: Limits, strip: bool
+    stream: BinaryIO, label: str, globs: Sequence[str], excludes: Sequence[str], limits: Limits, strip: bool | None
 ) -> Iterator[Member]:
     counted = io.BufferedReader(_Counted(stream, limits.total_bytes, label), 1 << 18)
     with tarfile.open(fileobj=counted, mode="r|", errorlevel=1) as archive:
@@ -164,13 +176,14 @@ def _tar_members(
             archive.members = []  # tarfile keeps every header otherwise
             if info.isdir():
                 continue
-            name = safe_path(info.name)
-            if name is not None and strip:
-                name = name.partition("/")[2] or None
-                if name is None:
+            name = safe_path(_unicode(info.name))
+            if name is not None and strip is not False:
+                rest = name.partition("/")[2]
+                if strip and not rest:
                     continue
+                name = rest or name  # of an archive without a root, files at the top keep their names
             if name is None:
-                yield Member(info.name, None, "unsafe path")
+                yield Member(_unicode(info.name), None, "unsafe path")
             elif not info.isreg():
                 if matches(name, globs, excludes):
                     yield Member(name, None, "link" if info.issym() or info.islnk() else "not a regular file")
@@ -210,7 +223,8 @@ def read_archive(
 ) -> Iterator[Member]:
     """Yield the matching members of an archive in its own order, and a `Member` with `refused` for each unsafe one.
 
-    `strip_root` drops the first path component before matching (default: for tarballs, whose root is `name-version/`).
+    `strip_root` drops the first path component before matching, and what has only one (default: in tarballs, whose root is
+    `name-version/`, and files beside it keep their names).
     ArchiveError when the archive is truncated, of unknown kind, or a decompression bomb.
     """
     path, limits = Path(path), limits or Limits()
@@ -224,7 +238,7 @@ def read_archive(
         elif name.endswith(TAR_SUFFIXES):
             openers = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".tar": open}
             with openers[path.suffix.lower()](path, "rb") as stream:
-                yield from _tar_members(stream, path.name, globs, excludes, limits, strip_root is not False)
+                yield from _tar_members(stream, path.name, globs, excludes, limits, strip_root)
         else:
             raise ArchiveError(f"{path.name}: expected one of .whl .zip .deb {' '.join(TAR_SUFFIXES)}")
     except ArchiveError:

@@ -17,7 +17,7 @@ from tasks.archives import Limits as ArchiveLimits
 from tasks.licences import identify
 from tasks.readers import DATA_ERRORS, Limits, Rejected, make_record, open_plain, read_bounded
 from tasks.records import Record
-from tasks.remote import InputFile, as_local, local_path, open_file
+from tasks.remote import InputFile, as_local, local_path, open_file, readable_name
 
 ARCHIVES = (".zip", ".whl", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LICENCE = re.compile(r"(?i)(un)?(licen[cs]e|copying)([.-].*)?")
@@ -119,7 +119,7 @@ def read_git(file: InputFile, source: Any, limits: Limits) -> Iterator[Record | 
     remote = next((r.url for r in repository.remotes if r.name == "origin"), "")
     if re.match(r"https?://[^@]+$|git@", remote or ""):
         meta["origin"] = remote
-    licences = [e.name for e in commit.tree if e.name and LICENCE.fullmatch(e.name)]
+    licences = [e.name for e in commit.tree if e.name and LICENCE.fullmatch(e.name) and e.name.isascii()]
     licence = ""
     if licences:
         meta["licence_file"] = min(licences)
@@ -169,7 +169,9 @@ def _blob(
         if size > limits.record_bytes:
             return Rejected(file.name, path, "too_large", f"{size} bytes, limit {limits.record_bytes}")
         content = repository[entry.id].data
-    except (pygit2.GitError, KeyError, *DATA_ERRORS) as error:
+    except KeyError:
+        return Rejected(file.name, path, "missing_object", f"{entry.id} is not in the repository (a partial clone?)")
+    except (pygit2.GitError, *DATA_ERRORS) as error:
         return Rejected(file.name, path, "corrupt_object", f"{entry.id}: {error}")
     meta = meta | {"blob": str(entry.id)}
     return make_record(
@@ -191,7 +193,7 @@ def _entries(repository: Any, tree: Any, prefix: str, depth: int) -> Iterator[tu
     import pygit2
 
     for entry in tree:
-        name = entry.name or ""
+        name = readable_name(entry.name or "")
         path = f"{prefix}{name}"
         if "/" in name or safe_path(path) is None or ".git" in PurePosixPath(path.lower()).parts:
             yield path, entry, "unsafe_path"

@@ -9,11 +9,12 @@ never overwritten, and are listed only after they were written whole. Credential
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -191,7 +192,43 @@ def _static_prefix(pattern: str) -> str:
     return "/".join(parts[:first])
 
 
+def readable_name(name: str) -> str:
+    """A file's name as valid Unicode: bytes that are not UTF-8 become U+FFFD."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether components of a path fit those of a pattern, in which `**` stands for any number of them."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_fits(names[i:], parts[1:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """What a pattern names. Unlike glob.glob, `**` does not go through links: they may lead outside, or in circles.
+
+    Such links are among what is given, whether their names fit or not.
+    """
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern, include_hidden=True)
+        return
+    first = parts.index("**")
+    head = "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
+    for root in glob.iglob(head, include_hidden=True) if glob.has_magic(head) else [head]:
+        for folder, directories, names in os.walk(root):
+            inside = [] if folder == root else os.path.relpath(folder, root).split("/")
+            for name in sorted(directories) + names:
+                full = os.path.join(folder, name)
+                link = name in directories and os.path.islink(full)
+                if link or _fits([*inside, name], parts[first:]):
+                    yield full if head != "." else os.path.normpath(full)
+
+
 def _local_file(path: str, name: str) -> InputFile:
+    name = readable_name(name)
     if os.path.islink(path):
         return InputFile(path, name, refused="symlink")
     state = os.stat(path)
@@ -202,25 +239,27 @@ def _list_local(address: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     path = str(local_path(address))
     if os.path.isfile(path):
         state = os.stat(path)  # named by the user: a link is followed
-        return [InputFile(path, os.path.basename(path), state.st_size, str(state.st_mtime_ns))]
+        return [InputFile(path, readable_name(os.path.basename(path)), state.st_size, str(state.st_mtime_ns))]
     found = []
     if os.path.isdir(path):
         for folder, directories, names in os.walk(path):
             for directory in directories:
                 full = os.path.join(folder, directory)
                 if os.path.islink(full):
-                    found.append(InputFile(full, os.path.relpath(full, path), refused="symlink"))
+                    found.append(InputFile(full, readable_name(os.path.relpath(full, path)), refused="symlink"))
             for name in names:
                 full = os.path.join(folder, name)
                 if name.lower().endswith(suffixes or "") and (os.path.islink(full) or os.path.isfile(full)):
                     found.append(_local_file(full, os.path.relpath(full, path)))
         return found
     root = _static_prefix(path) or ("/" if path.startswith("/") else ".")
-    for match in glob.glob(path, recursive=True, include_hidden=True):
-        if os.path.isfile(match):
+    for match in _glob(path):
+        if os.path.islink(match) and os.path.isdir(match) and "**" in path:
+            found.append(InputFile(match, readable_name(os.path.relpath(match, root)), refused="symlink"))
+        elif os.path.isfile(match):
             found.append(_local_file(match, os.path.relpath(match, root)))
         elif os.path.isdir(match) and not os.path.islink(match):
-            base = os.path.relpath(match, root)
+            base = readable_name(os.path.relpath(match, root))
             found += [
                 InputFile(f.address, os.path.join(base, f.name), f.size, f.version, f.refused)
                 for f in _list_local(match, suffixes)

@@ -28,7 +28,7 @@ from tasks.readers_table import read_arrow, read_jsonl, read_parquet
 from tasks.readers_tree import ARCHIVES, read_git, read_page_file, read_tree_file, resolve_ref, tree_files
 from tasks.readers_warc import read_warc_file
 from tasks.records import Record
-from tasks.remote import InputFile, list_inputs, local_path, open_file, scheme
+from tasks.remote import InputFile, list_inputs, local_path, open_file, readable_name, scheme
 
 PACKED = ("", ".gz", ".zst")
 Kind = Literal["html", "pdf", "code", "text"]
@@ -206,7 +206,8 @@ def list_files(source: Source) -> list[InputFile]:
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"source {source.name!r}: path: {error}") from None
     except ValueError as error:
-        raise ValueError(f"source {source.name!r}: {error}") from None
+        place = f"source {source.name!r}: "
+        raise ValueError(f"{place}{str(error).removeprefix(place)}") from None
     if isinstance(source, Files):
         source._unpack = source.type == "tree" and all(f.name.lower().endswith(ARCHIVES) for f in files)
         files = tree_files(files, source) if source.type == "tree" and not source.unpack else files
@@ -224,10 +225,17 @@ def _repositories(source: Git) -> list[InputFile]:
     paths = [p for p in paths if Path(p).is_dir()]
     if not paths:
         raise FileNotFoundError(f"{source.path}: no directory there")
-    found = []
+    found, wrong = [], []
     for path in paths:
-        name = Path(path).resolve().name.removesuffix(".git")
-        found.append(InputFile(path, name, version=resolve_ref(source, Path(path))))
+        real = Path(path).resolve()
+        name = readable_name((real.parent if real.name == ".git" else real).name.removesuffix(".git"))
+        try:
+            found.append(InputFile(path, name, version=resolve_ref(source, Path(path))))
+        except ValueError as error:  # of many repositories, one without commits must not stop the others
+            wrong.append(error)
+            found.append(InputFile(path, name, refused=f"no_such_commit: {error}"))
+    if len(wrong) == len(found):
+        raise wrong[0]
     return found
 
 
@@ -361,7 +369,8 @@ def read_unit(unit: Unit, limits: Limits) -> Iterator[Record | Rejected]:
     left = unit.source.limit
     for file in unit.files:
         if file.refused and not isinstance(unit.source, Files):
-            yield Rejected(file.name, file.name, file.refused, "links are not followed")
+            reason, _, detail = file.refused.partition(": ")
+            yield Rejected(file.name, file.name, reason, detail or "links are not followed")
             continue
         if file.size == 0 and not isinstance(unit.source, (Files, Git)):
             yield Rejected(file.name, "", "empty_file", "zero bytes")

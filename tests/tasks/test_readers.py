@@ -529,3 +529,79 @@ def test_random_damage_never_raises(tmp_path, seed):
         last = [r for r in found.records if r.source == name and r.meta["file"].startswith("zz")]
         assert [r.content.decode().removeprefix("<p>") for r in last] == TEXTS, name
     assert len(found.rejects) > 50
+
+
+def test_names_that_are_not_utf8_are_read_and_links_in_circles_are_not(tmp_path):
+    tree, repo = tmp_path / "tree", tmp_path / "repo"
+    (tree / "a/b").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/s.py").write_text("secret")
+    (tree / "a/x.py").write_text("x = 1\n")
+    for i in range(3):
+        (tree / f"a/b/loop{i}").symlink_to("..")
+    (tree / "a/out").symlink_to(tmp_path / "outside")
+    repo.mkdir()
+    for folder in (tree, repo):
+        with open(os.fsencode(folder) + b"/caf\xe9.py", "wb") as file:
+            file.write(b"y = 2\n")
+    git(repo, "init")
+    git(repo, "add", "-A")
+    git(repo, "commit", "-qm", "x")
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        archive.add(tree / "a/x.py", "top.py")
+        archive.add(tree / "a/x.py", "lib/caf\u00e9.py")
+    sources = [
+        {"name": "t", "type": "tree", "path": str(tree)},
+        {"name": "glob", "type": "tree", "path": str(tree / "**/*.py")},
+        {"name": "g", "type": "git", "path": str(repo / ".git")},
+        {"name": "tar", "type": "tree", "path": str(tmp_path / "a.tar.gz")},
+    ]
+    found = ingest_sources(tmp_path / "run", sources)
+    assert not found.rejects
+    assert [(r.source, r.path) for r in found.records] == [
+        ("t", "a/x.py"), ("t", "caf\ufffd.py"), ("glob", "a/x.py"), ("glob", "caf\ufffd.py"), ("g", "caf\ufffd.py"),
+        ("tar", "top.py"), ("tar", "caf\ufffd.py"),
+    ]  # fmt: skip
+    assert found.records[4].meta["repo"] == "repo"
+    assert sorted(s["id"] for s in found.skipped if s["id"].startswith("glob")) == sorted(
+        f"glob:{p}:{p}" for p in ("a/b/loop0", "a/b/loop1", "a/b/loop2", "a/out")
+    )
+
+
+def test_globs_with_stars_for_folders(tmp_path):
+    from tasks.remote import list_inputs
+
+    for name in ("a.txt", "x/a.txt", "x/y/a.txt", "x/y/.h/b.txt", "z/a.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("t")
+    for pattern, names in {
+        "**/*.txt": ["a.txt", "x/a.txt", "x/y/.h/b.txt", "x/y/a.txt"],
+        "x/**/a.txt": ["a.txt", "y/a.txt"],
+        "*/**/a.*": ["x/a.txt", "x/y/a.txt", "z/a.md"],
+        "x/**": ["a.txt", "y/.h/b.txt", "y/a.txt"],
+        "*/a.*": ["x/a.txt", "z/a.md"],
+    }.items():
+        assert [f.name for f in list_inputs(str(tmp_path / pattern))] == names, pattern
+
+
+def test_one_unreadable_repository_or_member_among_many(tmp_path):
+    for name in ("good", "empty"):
+        (tmp_path / "repos" / name).mkdir(parents=True)
+        git(tmp_path / "repos" / name, "init")
+    (tmp_path / "repos/good/a.py").write_text("a = 1\n")
+    git(tmp_path / "repos/good", "add", "-A")
+    git(tmp_path / "repos/good", "commit", "-qm", "x")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for i in range(3):
+            archive.writestr(f"{i}.py", f"a{i} = 1\n" * 50)
+    data = bytearray((tmp_path / "a.zip").read_bytes())
+    place = data.index(b"1.py") + 4
+    data[place : place + 8] = b"\xff" * 8
+    (tmp_path / "a.zip").write_bytes(bytes(data))
+    sources = [{"name": "g", "type": "git", "path": str(tmp_path / "repos/*")}]
+    sources.append({"name": "z", "type": "tree", "path": str(tmp_path / "a.zip")})
+    found = ingest_sources(tmp_path / "run", sources)
+    assert [r.path for r in found.records] == ["a.py", "0.py", "2.py"]
+    assert [(r["reason"], r["id"]) for r in found.rejects] == [
+        ("no_such_commit", "g:empty:empty"), ("unreadable_member", "z:a.zip:1.py"),
+    ]  # fmt: skip
