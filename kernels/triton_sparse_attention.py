@@ -37,6 +37,30 @@ def _store_part(base, rows, row_in, start, size, stride, values, BLOCK: tl.const
 
 
 @triton.jit
+def _load_row(base, rows, row_in, V: tl.constexpr, REST: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr):
+    """The value part and the rotary rest of whole rows."""
+    return _load_part(base, rows, row_in, 0, V, V + REST, BV), _load_part(base, rows, row_in, V, REST, V + REST, BR)
+
+
+@triton.jit
+def _load_latents(
+    kv, index, valid, row, places, width, V: tl.constexpr, REST: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """(keep, keys, value part, rest) of the latents that query `row` selected at `places`."""
+    keep = tl.load(valid + row * width + places, mask=places < width, other=0) != 0
+    keys = tl.load(index + row * width + places, mask=keep, other=0)
+    kv_v, kv_r = _load_row(kv, keys, keep, V, REST, BV, BR)
+    return keep, keys, kv_v, kv_r
+
+
+@triton.jit
+def _load_gradient(dout, lse, delta, at, head_in, V: tl.constexpr, BV: tl.constexpr):
+    """(dout, lse, delta) of the heads at `at`."""
+    dout_v = _load_part(dout, at, head_in, 0, V, V, BV)
+    return dout_v, tl.load(lse + at, mask=head_in, other=0.0), tl.load(delta + at, mask=head_in, other=0.0)
+
+
+@triton.jit
 def _logits(q_v, q_r, kv_v, kv_r, keep, scale, REST: tl.constexpr, WIDEN: tl.constexpr):
     """Scaled logits [heads, keys], -inf where not kept."""
     s = dot(q_v, tl.trans(kv_v), WIDEN)
@@ -54,17 +78,13 @@ def _forward_kernel(
     heads = tl.program_id(1) * H + tl.arange(0, H)
     head_in = heads < n_heads
     at = row * n_heads + heads
-    q_v = _load_part(q, at, head_in, 0, V, V + REST, BV)
-    q_r = _load_part(q, at, head_in, V, REST, V + REST, BR)
+    q_v, q_r = _load_row(q, at, head_in, V, REST, BV, BR)
     top_h = tl.full([H], float("-inf"), tl.float32)
     sum_h = tl.zeros([H], tl.float32)
     acc_hv = tl.zeros([H, BV], tl.float32)
     for start in range(0, width, K):
         places = start + tl.arange(0, K)
-        keep = tl.load(valid + row * width + places, mask=places < width, other=0) != 0
-        keys = tl.load(index + row * width + places, mask=keep, other=0)
-        kv_v = _load_part(kv, keys, keep, 0, V, V + REST, BV)
-        kv_r = _load_part(kv, keys, keep, V, REST, V + REST, BR)
+        keep, _, kv_v, kv_r = _load_latents(kv, index, valid, row, places, width, V, REST, BV, BR)
         s = _logits(q_v, q_r, kv_v, kv_r, keep, scale, REST, WIDEN)
         new_h = tl.maximum(top_h, tl.max(s, 1))
         safe_h = tl.where(new_h == float("-inf"), 0.0, new_h)  # a row whose keys so far are all invalid
@@ -99,17 +119,12 @@ def _query_grad_kernel(
     heads = tl.program_id(1) * H + tl.arange(0, H)
     head_in = heads < n_heads
     at = row * n_heads + heads
-    q_v = _load_part(q, at, head_in, 0, V, V + REST, BV)
-    q_r = _load_part(q, at, head_in, V, REST, V + REST, BR)
-    dout_v = _load_part(dout, at, head_in, 0, V, V, BV)
-    lse_h, delta_h = tl.load(lse + at, mask=head_in, other=0.0), tl.load(delta + at, mask=head_in, other=0.0)
+    q_v, q_r = _load_row(q, at, head_in, V, REST, BV, BR)
+    dout_v, lse_h, delta_h = _load_gradient(dout, lse, delta, at, head_in, V, BV)
     dq_v, dq_r = tl.zeros([H, BV], tl.float32), tl.zeros([H, BR], tl.float32)
     for start in range(0, width, K):
         places = start + tl.arange(0, K)
-        keep = tl.load(valid + row * width + places, mask=places < width, other=0) != 0
-        keys = tl.load(index + row * width + places, mask=keep, other=0)
-        kv_v = _load_part(kv, keys, keep, 0, V, V + REST, BV)
-        kv_r = _load_part(kv, keys, keep, V, REST, V + REST, BR)
+        keep, _, kv_v, kv_r = _load_latents(kv, index, valid, row, places, width, V, REST, BV, BR)
         p, ds = _probs_and_grads(q_v, q_r, kv_v, kv_r, dout_v, lse_h, delta_h, keep, head_in, scale, REST, WIDEN)
         dq_v += dot(ds.to(kv_v.dtype), kv_v, WIDEN)
         if REST > 0:
@@ -128,19 +143,14 @@ def _latent_grad_kernel(
     local = tl.program_id(0).to(tl.int64)
     row = first + local
     places = tl.program_id(1) * K + tl.arange(0, K)
-    keep = tl.load(valid + row * width + places, mask=places < width, other=0) != 0
-    keys = tl.load(index + row * width + places, mask=keep, other=0)
-    kv_v = _load_part(kv, keys, keep, 0, V, V + REST, BV)
-    kv_r = _load_part(kv, keys, keep, V, REST, V + REST, BR)
+    keep, keys, kv_v, kv_r = _load_latents(kv, index, valid, row, places, width, V, REST, BV, BR)
     dkv_v, dkv_r = tl.zeros([K, BV], tl.float32), tl.zeros([K, BR], tl.float32)
     for head in range(0, n_heads, H):
         heads = head + tl.arange(0, H)
         head_in = heads < n_heads
         at = row * n_heads + heads
-        q_v = _load_part(q, at, head_in, 0, V, V + REST, BV)
-        q_r = _load_part(q, at, head_in, V, REST, V + REST, BR)
-        dout_v = _load_part(dout, at, head_in, 0, V, V, BV)
-        lse_h, delta_h = tl.load(lse + at, mask=head_in, other=0.0), tl.load(delta + at, mask=head_in, other=0.0)
+        q_v, q_r = _load_row(q, at, head_in, V, REST, BV, BR)
+        dout_v, lse_h, delta_h = _load_gradient(dout, lse, delta, at, head_in, V, BV)
         p, ds = _probs_and_grads(q_v, q_r, kv_v, kv_r, dout_v, lse_h, delta_h, keep, head_in, scale, REST, WIDEN)
         ds_kh = tl.trans(ds).to(q_v.dtype)
         dkv_v += dot(ds_kh, q_v, WIDEN) + dot(tl.trans(p).to(dout_v.dtype), dout_v, WIDEN)

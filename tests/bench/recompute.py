@@ -9,42 +9,16 @@ gradients' own storage counted apart (both are in every row). Time: best of the 
 
 import argparse
 import time
-import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.recompute import HostOffload, recomputing
 from model.transformer import GlmMoeDsa
 from tasks.objectives import LanguageModeling
 from tests.bench.train_speed import tiny
+from tests.model.peak import Peak
 
 KINDS = ("none", "selective", "block")
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of live tensors that operations have made, and their maximum."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self._known.add(storage.data_ptr())
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._gone, storage.data_ptr(), storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
 
 
 def measure(length: int = 1024, rows: int = 2, repeats: int = 4) -> dict[str, dict[str, float]]:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.recompute import HostOffload, recomputing, saving
 from model.transformer import GlmMoeDsa
 from tasks.objectives import IndexerWarmup, LanguageModeling
 from tasks.trainer import computing_in
+from tests.model.peak import Peak
 from tests.model.sizes import micro, spread
 
 GOALS = {
@@ -91,33 +91,6 @@ def test_parameters_stay_where_they_are():
                 p.numel() * p.element_size() for m in model.modules() for p in m._parameters.values() if p is not None
             )
         assert one.moved_bytes < 0.25 * weights
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of live tensors that operations have made, and their maximum."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = set()
-
-    def gone(self, key, size):
-        self.known.discard(key)
-        self.live -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.known:
-                    self.known.add(storage.data_ptr())
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
 
 
 def test_memory_falls_in_the_promised_order():

@@ -3,8 +3,6 @@
 python -m pytest tests/tasks/test_deepspeed.py
 """
 
-import signal
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from tasks.parallel_engine import make_engine
 from tests.model.ranks import run_ranks
 from tests.tasks import rank_workspace as ws
 from tests.tasks.lm_case import micro_model
-from tests.tasks.test_parallel import LONG, STEPS, compare, ended_all, far, many, same_as, train, whole
+from tests.tasks.test_parallel import LONG, STEPS, compare, dies_with_its_ranks, far, many, same_as, train, whole
 
 pytest.importorskip("deepspeed")
 __all__ = ["whole"]  # a fixture
@@ -131,10 +129,4 @@ def test_an_outer_launcher_decides(whole, tmp_path):
 
 @pytest.mark.slow
 def test_no_orphan_after_kill_9(tmp_path):
-    base = ws.workspace(tmp_path / "w", **LONG | {"tokens": 800 * 128})
-    ws.spread_over(base, processes=2, launcher="deepspeed")
-    process = ws.start(base)
-    others = ws.wait_for_ranks(process, base, count=2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert ended_all(others)
+    dies_with_its_ranks(tmp_path, "deepspeed")

@@ -377,15 +377,11 @@ def test_kill_9_and_resume_on_another_number_of_processes(whole, tmp_path, count
     time.sleep(random.Random(before).random() * 0.3)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert ended_all(others), "an orphan was left"
+    assert ws.ended(others), "an orphan was left"
     ws.spread_over(base, processes=after)
     output = ws.finish(ws.start(base))
     assert "resumed at step" in output
     same_as(base, whole)
-
-
-def ended_all(processes):
-    return ws.ended(processes)
 
 
 @pytest.mark.slow
@@ -425,12 +421,16 @@ def test_other_launchers(whole, tmp_path, launcher):
     assert output.count("step 60/60") == 1
 
 
-@pytest.mark.slow
-def test_torchrun_and_its_ranks_die_together(tmp_path):
+def dies_with_its_ranks(tmp_path, launcher):
     base = ws.workspace(tmp_path / "w", **LONG | {"tokens": 800 * 128})
-    ws.spread_over(base, processes=2, launcher="torchrun")
+    ws.spread_over(base, processes=2, launcher=launcher)
     process = ws.start(base)
     others = ws.wait_for_ranks(process, base, count=2)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert ended_all(others), "an orphan was left"
+    assert ws.ended(others), "an orphan was left"
+
+
+@pytest.mark.slow
+def test_torchrun_and_its_ranks_die_together(tmp_path):
+    dies_with_its_ranks(tmp_path, "torchrun")
