@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -46,6 +47,16 @@ def _pin_threads() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def _print_json(value: object) -> None:
+    """Plain JSON on a pipe, coloured on a terminal."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        from rich import print_json as show
+
+        show(json.dumps(value))
+    else:
+        print(json.dumps(value, indent=2))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run or inspect the stages of the line.")
     parser.add_argument("stage", nargs="?", help="a stage of dvc.yaml, or `profile`, `plan`, `init-check`")
@@ -58,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     planning, checking = argv[:1] == ["plan"], argv[:1] == ["init-check"]
     args = parser.parse_args(argv[:1] if planning or checking else argv)
-    from tasks import launch, params, spec, stage
+    from tasks import launch, params, spec
 
     try:
         if planning:
@@ -80,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         elif not args.stage:
             parser.print_help()
         elif args.dry_run:
-            stage.print_json(spec.describe(args.stage))
+            _print_json(spec.describe(args.stage))
         else:
             _die_with_parent()
             _follow_log()

@@ -36,7 +36,8 @@ from typing import Any
 from tasks.files import remove
 from tasks.params import ROOT, load_params
 from tasks.spec import StageSpec, stage_module, validate_config
-from tasks.stage import Stage, run_stage
+from tasks.stage import Stage
+from tasks.stage_run import run_stage
 
 GRACE = 20.0  # seconds in which rank 0 notices by itself that another rank is gone
 ROWS = ("rows", "batch_samples", "pairs")  # what a stage calls the rows of a step

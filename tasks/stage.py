@@ -5,7 +5,7 @@ module `tasks/<name>.py` holds `Config` (a strict `StageConfig`: the section `<n
 `<name>.<variant>` where the section has that key) and `run(stage)`. The contract: outputs appear whole or not at all
 with their manifest last; scratch under work/<stage>/<fingerprint of params and dependencies> for resuming after a
 kill; seeds derived from one; one MLflow run; metrics as a JSON file; rejected records kept, counted and bounded; a
-time limit.
+time limit. This module is what a stage sees of it; tasks/stage_run.py runs one.
 
 Of tasks/, only this module, tasks/spec.py and tasks/tracking.py talk to MLflow and DVC.
 """
@@ -13,15 +13,12 @@ Of tasks/, only this module, tasks/spec.py and tasks/tracking.py talk to MLflow 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import platform
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -38,16 +35,13 @@ from tasks.files import (
     replace_path,
     sha256_file,
 )
-from tasks.params import ROOT, load_params
+from tasks.params import ROOT
 from tasks.spec import (
     FromCheckpoint,
     StageConfig,
     StageSpec,
-    find_spec,
     fingerprint,
     flatten_params,
-    select,
-    stage_module,
     validate_config,
 )
 
@@ -297,81 +291,6 @@ def flatten(values: dict, prefix: str = "") -> dict[str, float]:
     return result
 
 
-@contextlib.contextmanager
-def _only_one(root: Path, name: str) -> Iterator[None]:
-    """One process per stage and workspace: a second would delete the first one's staging directory."""
-    path = root / "work" / "locks" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"stage {name} is already running in this workspace") from None
-        yield
-
-
-def _limit_time(name: str, minutes: float | None) -> None:
-    if minutes:
-
-        def expired(signum: int, frame: object) -> None:
-            raise TimeoutError(
-                f"stage {name}: over its limit of {minutes:g} minutes (meta.timeout_minutes in dvc.yaml)"
-            )
-
-        signal.signal(signal.SIGALRM, expired)
-        signal.setitimer(signal.ITIMER_REAL, minutes * 60)
-
-
-def _tags(spec: StageSpec, params: dict, root: Path, print_: str) -> dict[str, str]:
-    """Where a result came from, for MLflow."""
-    import subprocess
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    lock = root / "dvc.lock"
-    return {
-        "stage": spec.name,
-        "phase": str(spec.meta.get("phase", "")),
-        "profile": str(load_params(root).get("profile", "")),
-        "git_commit": commit.stdout.strip() or "unknown",
-        "dvc_lock": sha256_file(lock) if lock.is_file() else "none",
-        "fingerprint": print_,
-    }
-
-
-def run_stage(name: str, root: Path = ROOT, started: Callable[[Stage], None] | None = None) -> None:
-    """Run one stage in this process under the contract; `started` is told of the stage before it runs."""
-    from tasks import tracking
-
-    spec = find_spec(name, root)
-    params = select(load_params(root), spec.params)
-    with _only_one(root, name):
-        module = stage_module(spec.base)
-        stage = Stage(spec, params, validate_config(spec, params, module.Config), root)
-        _limit_time(name, spec.meta.get("timeout_minutes"))
-        record = tracking.open_record(
-            root / "work" / "spool", name, flatten_params(params), _tags(spec, params, root, stage.fingerprint)
-        )
-        stage._record = record
-        began = time.monotonic()
-        try:
-            if started:
-                started(stage)
-            module.run(stage)
-            stage.check_rejects()
-            stage.close_files()
-            stage.publish()
-            record.metric({"timing/stage_seconds": time.monotonic() - began})
-            for path in (*spec.metrics, *spec.plots):
-                record.artifact(root / path)
-            record.close("FINISHED")
-        except BaseException:
-            stage.close_files()
-            stage.discard()
-            record.close("FAILED")
-            raise
-        stage.print(f"done in {time.monotonic() - began:.1f} s")
-
-
 def run_stage_for_test(
     module: Any,
     config: dict,
@@ -413,13 +332,3 @@ def run_stage_for_test(
         stage.discard()
         raise
     return stage
-
-
-def print_json(value: object) -> None:
-    """Plain JSON on a pipe, coloured on a terminal."""
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        from rich import print_json as show
-
-        show(json.dumps(value))
-    else:
-        print(json.dumps(value, indent=2))

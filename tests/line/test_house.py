@@ -19,6 +19,7 @@ PACKAGES = ("flows", "tasks", "model", "kernels")
 FRAME = {
     "tasks/__init__.py",
     "tasks/stage.py",
+    "tasks/stage_run.py",
     "tasks/tracking.py",
     "tasks/params.py",
     "tasks/files.py",
