@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,33 @@ def step_estimate(
     }
 
 
+def consistent_layouts(cfg: ModelConfig, cluster: Cluster, stage: Mapping[str, Any]) -> Iterator[Layout]:
+    """Layouts that divide the cluster, the model and the stage's rows, whether they fit or not."""
+    powers = [2**i for i in range(12)]
+    for sizes in itertools.product(
+        [p for p in powers if p <= cluster.per_node], powers[:6], powers[:7], powers[:9], (1, 2, 4)
+    ):
+        layout = Layout(*sizes)
+        if cluster.gpus >= layout.tp * layout.pp * layout.cp and not layout.problem(cluster, cfg, stage["rows"]):
+            yield layout
+
+
+def why_none(cfg: ModelConfig, cluster: Cluster, stage: Mapping[str, Any], techniques: frozenset[str]) -> str:
+    """What keeps every layout from holding a stage, with the keys that could change it."""
+    needed = [least_bytes(cfg, cluster, x, stage, techniques) for x in consistent_layouts(cfg, cluster, stage)]
+    name, keys = stage["name"], f".rows ({stage['rows']})"
+    if not needed:
+        return (
+            f"{name}: no layout of {cluster.gpus} GPUs divides it: {Layout().problem(cluster, cfg, stage['rows'])}; change "
+            f"{name}{keys} or gpus ({cluster.gpus})"
+        )
+    return (
+        f"{name}: no layout of {cluster.gpus} GPUs with {cluster.memory_gb:g} GB holds this: the smallest needs at least "
+        f"{gigabytes(min(needed))} GB beside {cluster.reserve_gb:g} of reserve; change model.*, {name}.seq_len "
+        f"({stage['seq_len']}), {keys} or .micro_rows, or the cluster"
+    )
+
+
 def search_layout(
     cfg: ModelConfig, cluster: Cluster, stage: Mapping[str, Any], techniques: frozenset[str], pipelined: bool = False
 ) -> tuple[Layout, dict[str, Any]] | None:
@@ -91,15 +119,11 @@ def search_layout(
 
     pipelined: only with at least four pipeline ranks of several virtual stages, where all techniques can act.
     """
-    powers, room = [2**i for i in range(12)], (cluster.memory_gb - cluster.reserve_gb) * 1e9
+    room = (cluster.memory_gb - cluster.reserve_gb) * 1e9
     candidates = []
-    for tp, pp, cp, ep, vp in itertools.product(
-        [p for p in powers if p <= cluster.per_node], powers[:6], powers[:7], powers[:9], (1, 2, 4)
-    ):
-        layout = Layout(tp, pp, cp, ep, vp)
+    for layout in consistent_layouts(cfg, cluster, stage):
+        tp, pp, cp, ep, vp = layout.tp, layout.pp, layout.cp, layout.ep, layout.vp
         if pipelined and (pp < 4 or vp < 2):
-            continue
-        if cluster.gpus < tp * pp * cp or layout.problem(cluster, cfg, stage["rows"]):
             continue
         micros, _ = micro_batches(stage, cluster, layout)
         virtual = virtual_stages(cfg, layout, micros, techniques)
@@ -168,12 +192,14 @@ def parse_settings(text: str, kind: type) -> Any:
         key, eq, value = part.partition("=")
         if key not in known or not eq:
             raise ValueError(f"{part!r}: expected KEY=NUMBER with a key of {', '.join(known)}")
+        if key in values:
+            raise ValueError(f"{key} is given twice: {values[key]} and {value}")
         try:
             values[key] = known[key](value)
         except ValueError:
             raise ValueError(f"{key}={value!r}: expected {known[key].__name__}") from None
-        if values[key] <= 0:
-            raise ValueError(f"{key}={value}: must be positive")
+        if not 0 < values[key] < math.inf:
+            raise ValueError(f"{key}={value}: must be positive and finite")
     return kind(**values)
 
 
@@ -205,11 +231,7 @@ def render(params: Mapping[str, Any], cluster: Cluster, layout: Layout | None, t
         if layout is None:
             found = search_layout(cfg, cluster, stage, techniques)
             if found is None:
-                message = (
-                    f"{stage['name']}: no layout of {cluster.gpus} GPUs with {cluster.memory_gb:g} GB holds this; "
-                    f"change model.*, {stage['name']}.seq_len ({stage['seq_len']}), .rows ({stage['rows']}) or .micro_rows, "
-                    "or the cluster"
-                )
+                message = why_none(cfg, cluster, stage, techniques)
                 if stage["name"] in POST_TRAINING:
                     lines.append(message)
                     continue

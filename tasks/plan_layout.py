@@ -31,6 +31,12 @@ class Cluster:
     fast_gbs: float = 450.0
     host_gbs: float = 50.0
 
+    def __post_init__(self) -> None:
+        if self.mfu > 1:
+            raise ValueError(f"mfu={self.mfu:g}: a share of tflops, at most 1")
+        if self.reserve_gb >= self.memory_gb:
+            raise ValueError(f"reserve_gb={self.reserve_gb:g} leaves nothing of memory_gb={self.memory_gb:g}")
+
     @property
     def link(self) -> float:
         """Bytes per second between pipeline and data-parallel neighbours, which are in other nodes if there are any."""

@@ -231,6 +231,28 @@ def test_layout_search_fits_and_names_the_keys_when_nothing_does(capsys):
         assert layout.problem(cluster, cfg, one["rows"]) is None and cost["bytes_total"] < 135e9
     with pytest.raises(ValueError, match=r"pretrain.general: no layout of 8 GPUs.*pretrain.general.seq_len \(4096\)"):
         plan.main(["--profile", "glm5", "--cluster", "gpus=8"])
+    with pytest.raises(ValueError, match=r"the smallest needs at least [\d,]{4,}.\d GB"):
+        plan.main(["--profile", "glm5", "--cluster", "gpus=8"])
+    with pytest.raises(
+        ValueError, match=r"no layout of 7 GPUs divides it: dp = 7 .*rows = 8; change pretrain.general.rows"
+    ):
+        plan.main(["--profile", "tiny", "--cluster", "gpus=7"])
+
+
+@pytest.mark.parametrize(
+    "cluster, message",
+    [
+        ("gpus=8,memory_gb=nan", "memory_gb=nan: must be positive and finite"),
+        ("gpus=8,tflops=inf", "tflops=inf"),
+        ("gpus=8,mfu=1.5", "mfu=1.5: a share of tflops"),
+        ("gpus=8,gpus=16", "gpus is given twice: 8 and 16"),
+        ("gpus=8,memory_gb=5", "reserve_gb=6 leaves nothing of memory_gb=5"),
+        ("gpu=8", "'gpu=8': expected KEY=NUMBER"),
+    ],
+)
+def test_impossible_clusters_are_named(cluster, message):
+    with pytest.raises(ValueError, match=message):
+        plan.main(["--profile", "tiny", "--cluster", cluster])
 
 
 @pytest.mark.parametrize(
