@@ -5,11 +5,8 @@ python -m pytest tests/tasks/test_pipeline_engine.py
 
 import dataclasses
 import random
-import shutil
 import signal
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,20 +160,19 @@ def test_a_run_goes_on_without_and_with_a_pipeline(before, after, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path):
     whole = train(0, 1, tmp_path / "one", {})
-    shapes = [(4, {"pipeline": 2, "virtual": 2}), (4, {"pipeline": 4}), (2, {}), (2, {"pipeline": 2})]
-    for i, (world, parallel) in enumerate(shapes):
-        options = {"a": {"parallel": parallel} | ({"stop": i + 1} if i < 3 else {})}
-        found = run_ranks(world, many, tmp_path, options)
-    for one in found:
-        compare([one["a"] | {"points": whole["points"]}], whole)
+    shapes = [(4, {"pipeline": 2, "virtual": 2}, {"stop": 2}), (4, {"pipeline": 4}, {"stop": 4}), (2, {"pipeline": 2}, {})]
+    for world, parallel, stop in shapes:
+        found = run_ranks(world, many, tmp_path, {"a": {"parallel": parallel} | stop})
+    compare([one["a"] for one in found], whole)
+    assert min(found[0]["a"]["points"]) == 5, "it went on from the checkpoint of step 4"
 
 
-def fine_tune(rank, world, parallel):
+def fine_tune(rank, world, folder, parallel):
     """A few steps of fine-tuning: (losses, held-out, weights)."""
     settings = ParallelSettings(processes=world, **parallel)
     model = four_layers().double()
     layout = apply_parallelism(model, settings, current(), {"name": "sft", "seq_len": 64, "sparse": True})
-    cost, stage = sequence_cost(model.cfg, sparse=True), FakeStage(Path(tempfile.mkdtemp()))
+    cost, stage = sequence_cost(model.cfg, sparse=True), FakeStage(folder)
 
     def batches(step):
         deal = lambda lengths: layout.deal(model, lengths, cost, "none")  # noqa: E731
@@ -191,7 +187,6 @@ def fine_tune(rank, world, parallel):
         trainer.engine.precision = torch.float64
     with in_float64():
         result = trainer.run()
-    shutil.rmtree(stage.scratch)
     losses = [stage.points[step]["loss"] for step in sorted(stage.points) if "loss" in stage.points[step]]
     weights = {k: v.clone() for k, v in layout.whole_model(model).state_dict().items()}
     return losses, result, weights
@@ -199,9 +194,9 @@ def fine_tune(rank, world, parallel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, parallel", [(2, {"pipeline": 2, "virtual": 2}), (4, {"pipeline": 2})])
-def test_fine_tuning_equals_one_process(world, parallel):
-    losses, result, weights = fine_tune(0, 1, {})
-    for one in run_ranks(world, fine_tune, parallel):
+def test_fine_tuning_equals_one_process(world, parallel, tmp_path):
+    losses, result, weights = fine_tune(0, 1, tmp_path / "one", {})
+    for one in run_ranks(world, fine_tune, tmp_path / "many", parallel):
         assert one[0] == pytest.approx(losses, rel=1e-6) and one[1] == pytest.approx(result)
         assert far(one[2], weights) < 1e-7
 
