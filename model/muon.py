@@ -261,7 +261,9 @@ class MuonSplit(torch.optim.Optimizer):
                 sources.append(source)
                 targets.append(target)
                 scales.append(-lr * UPDATE_RMS * max(source.shape[-2:]) ** 0.5)
-        updates = newton_schulz_groups(sources, dtype=getattr(torch, self.cfg.ns_dtype))
+        # float64 weights, which only checks have, keep their type: all that differs between layouts is then 1e-15
+        exact = bool(sources) and sources[0].dtype == torch.float64
+        updates = newton_schulz_groups(sources, dtype=None if exact else getattr(torch, self.cfg.ns_dtype))
         torch._foreach_mul_(params, [1 - lr * decay for lr, decay in zip(lrs, decays, strict=True)])
         for target, update, scale in zip(targets, updates, scales, strict=True):
             target.add_(update, alpha=scale)
