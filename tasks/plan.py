@@ -20,8 +20,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from model.config import ModelConfig
 from tasks.costs import BF16, FP32, parameters
+from tasks.parallel import ParallelSettings
 from tasks.plan_layout import Cluster, Layout, bubble, micro_batches, virtual_stages
 from tasks.plan_pipeline import TECHNIQUES, estimate_step, least_bytes, train_flops
 
@@ -203,6 +206,33 @@ def parse_settings(text: str, kind: type) -> Any:
     return kind(**values)
 
 
+def as_settings(
+    cluster: Cluster, layout: Layout, virtual: int, techniques: frozenset[str]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """(`parallel`, `loop`, what keeps it from being trained or ''): a layout as the section of a training stage has it.
+
+    Ranks of several nodes come from an outer launcher; `processes` is then not among the keys.
+    """
+    parallel: dict[str, Any] = {} if cluster.gpus > cluster.per_node else {"processes": cluster.gpus}
+    parallel |= {key: n for key, n in (("context", layout.cp), ("expert", layout.ep)) if n > 1}
+    if layout.pp > 1:
+        parallel |= {"pipeline": layout.pp, "virtual": virtual}
+        switches = ("deferred_weight_gradient", "gradient_shards", "activation_offload")
+        parallel |= {key: True for key in switches if key in techniques}
+        parallel |= {} if "flexible_mtp" in techniques else {"flexible_mtp": False}
+    problem = f"tp = {layout.tp}: tensor parallelism has no key" if layout.tp > 1 else ""
+    try:
+        ParallelSettings(**parallel)
+    except ValidationError as error:
+        problem = problem or error.errors()[0]["msg"].removeprefix("Value error, ")
+    return parallel, {"recompute": "block"} if "recompute" in techniques else {}, problem
+
+
+def flow_style(settings: Mapping[str, Any]) -> str:
+    """One line of YAML."""
+    return "{" + ", ".join(f"{k}: {str(v).lower()}" for k, v in settings.items()) + "}"
+
+
 def gigabytes(value: float) -> str:
     return f"{value / 1e9:,.1f}"
 
@@ -258,6 +288,17 @@ def render(params: Mapping[str, Any], cluster: Cluster, layout: Layout | None, t
     lines.append(
         "after dsa_adapt: tokens are a bound, every sample at micro_tokens; sft is one step, its data's size is no parameter; "
         "without rollouts"
+    )
+    lines += ["", "as the stages' sections of a profile say it"]
+    for name, (_, use, cost) in chosen.items():
+        parallel, loop, problem = as_settings(cluster, use, cost["step"].virtual, techniques)
+        if name == "dsa_warmup" and use.pp > 1:
+            problem = problem or "parallel.pipeline: the indexer's warm-up sends no gradients between stages"
+        text = f"parallel: {flow_style(parallel)}" + (f", loop: {flow_style(loop)}" if loop else "")
+        lines.append(f"{name:<20} {text}" + (f"   NOT TRAINED HERE: {problem}" if problem else ""))
+    lines.append(
+        "keys of the techniques below: interleaving is parallel.virtual, recompute is loop.recompute: block, chunked_loss is "
+        "always on, the others are parallel.<name>"
     )
     lines += ["", "what each technique changes in GB on the fullest GPU, bubble and days, all others on"]
     if layout is None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.cross_entropy import linear_cross_entropy
@@ -12,9 +13,11 @@ from model.pipeline_stage import Work
 from model.transformer import GlmMoeDsa
 from tasks import plan
 from tasks.costs import forward_flops, kept_numbers, mean_keys, parameters, refuse_too_large, state_bytes
+from tasks.parallel import ParallelSettings
 from tasks.params import compose
 from tasks.pipeline_sim import measure
 from tasks.plan_pipeline import stage_parameters, stage_placement, train_flops
+from tasks.settings import LoopSettings
 
 ALL = frozenset(plan.TECHNIQUES)
 
@@ -267,6 +270,25 @@ def test_impossible_clusters_are_named(cluster, message):
 )
 def test_inconsistent_layouts_are_named(layout, rows, message):
     assert message in layout.problem(plan.Cluster(gpus=8), tiny(), rows)
+
+
+def test_layouts_are_written_with_the_keys_of_a_stage():
+    cluster, every = plan.Cluster(gpus=8), frozenset(plan.TECHNIQUES)
+    parallel, loop, problem = plan.as_settings(cluster, plan.Layout(pp=4), 2, every)
+    assert parallel == dict(
+        processes=8, pipeline=4, virtual=2, deferred_weight_gradient=True, gradient_shards=True, activation_offload=True
+    )
+    line = f"a: {{parallel: {plan.flow_style(parallel)}, loop: {plan.flow_style(loop)}}}"
+    read = yaml.safe_load(line)["a"]
+    assert ParallelSettings(**read["parallel"]).pipeline == 4 and LoopSettings(**read["loop"]).recompute == "block"
+    assert not problem
+    without = frozenset({"flexible_mtp", "recompute"})
+    assert plan.as_settings(cluster, plan.Layout(pp=2), 1, every - without)[:2] == (
+        parallel | dict(pipeline=2, virtual=1, flexible_mtp=False), {}
+    )  # fmt: skip
+    assert plan.as_settings(plan.Cluster(gpus=64), plan.Layout(ep=8), 1, every)[0] == {"expert": 8}
+    assert "parallel.expert is 2: not together" in plan.as_settings(cluster, plan.Layout(pp=2, ep=2), 2, every)[2]
+    assert "tp = 2" in plan.as_settings(cluster, plan.Layout(tp=2), 1, every)[2]
 
 
 def test_command_prints_every_stage(capsys):
