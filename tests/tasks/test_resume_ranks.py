@@ -273,6 +273,7 @@ def saved_again(rank, world, folder, step):
     left = sorted(p.name for p in folder.iterdir())
     best = store.load_best()
     best = best.step, {stem: dict(source) for stem, source in best.files.items()}
+    current().first(None)
     store.save(step, shares(step), {"step": step})
     return found.step, content, left, best, sorted(p.name for p in folder.iterdir())
 
@@ -347,6 +348,7 @@ def limited(rank, world, folder, background, victim):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     current().first(None)
     left = sorted(p.name for p in folder.iterdir())
+    current().first(None)
     store.save(3, shares(3), {"step": 3})
     found = store.load()
     return messages, left, found.step, {stem: dict(source) for stem, source in found.files.items()}
