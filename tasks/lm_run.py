@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import psutil
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from model.checkpoint import load_checkpoint, save_checkpoint
+from model.checkpoint import load_checkpoint, load_config, save_checkpoint
 from model.config import ModelConfig
 from model.muon import MuonSplit, build_optimizer
 from model.transformer import GlmMoeDsa
@@ -45,6 +45,18 @@ class ScheduleSettings(Section):
     total_tokens: int | None = Field(None, gt=0, description="length of the curve when it spans several stages")
     offset_tokens: int = Field(0, ge=0, description="tokens of the curve that earlier stages used")
 
+    @model_validator(mode="after")
+    def _starts_on_the_curve(self) -> ScheduleSettings:
+        if self.total_tokens is not None and self.offset_tokens >= self.total_tokens:
+            raise ValueError(
+                f"schedule.offset_tokens ({self.offset_tokens}) leaves nothing of schedule.total_tokens ({self.total_tokens})"
+            )
+        if self.offset_tokens and self.total_tokens is None:
+            raise ValueError(
+                "schedule.offset_tokens needs schedule.total_tokens, the length of the curve over all stages"
+            )
+        return self
+
 
 class MtpSettings(Section):
     """Multi-token prediction (GLM-5 §2.1): one parameter set, unrolled `depth` times."""
@@ -54,6 +66,14 @@ class MtpSettings(Section):
     late_weight: float | None = Field(None, ge=0, description="lambda from late_tokens on; null: always `weight`")
     late_tokens: int = Field(0, ge=0, description="tokens of this stage after which late_weight holds")
     every: int = Field(1, ge=1, description="only at every n-th step; 1 is the paper's way")
+
+    @model_validator(mode="after")
+    def _late_is_later(self) -> MtpSettings:
+        if (self.late_weight is None) != (self.late_tokens == 0):
+            raise ValueError(
+                f"mtp.late_weight ({self.late_weight}) holds from mtp.late_tokens ({self.late_tokens}) on: set both or neither"
+            )
+        return self
 
 
 class HeldoutSettings(Section):
@@ -74,7 +94,9 @@ class LmConfig(FromCheckpoint):
     )
     start_rows: int | None = Field(None, ge=1, description="sequences per step at the start of the batch warm-up")
     ramp_tokens: int = Field(0, ge=0, description="length of the batch warm-up")
-    mixture: dict[str, float] = Field({}, description="share of tokens per domain; empty: as the corpus has them")
+    mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="share of tokens per domain; empty: as the corpus has them"
+    )
     max_epochs: Annotated[float, Field(gt=0)] | dict[str, Annotated[float, Field(gt=0)]] = Field(
         4.0, description="passes over a domain at most, for all or by domain; the rest goes to the others"
     )
@@ -89,6 +111,23 @@ class LmConfig(FromCheckpoint):
         False, description="keep the optimizer's state beside the checkpoint for the next stage"
     )
     load_optimizer: bool = Field(False, description="start from the optimizer state of the previous checkpoint")
+
+    @model_validator(mode="after")
+    def _rows_and_shares(self) -> LmConfig:
+        start, ramp = self.start_rows, self.ramp_tokens
+        if start is not None and start > self.rows:
+            raise ValueError(f"start_rows ({start}) exceeds rows ({self.rows}), to which the batch warm-up grows")
+        if (start is None or start == self.rows) != (ramp == 0):
+            raise ValueError(
+                f"a batch warm-up needs both start_rows ({start}) below rows ({self.rows}) and ramp_tokens ({ramp})"
+            )
+        if self.mixture and not sum(self.mixture.values()):
+            raise ValueError(f"mixture gives no domain a share: {self.mixture}")
+        if self.mtp.depth >= self.seq_len:
+            raise ValueError(
+                f"mtp.depth ({self.mtp.depth}) looks beyond seq_len ({self.seq_len}): there would be no targets"
+            )
+        return self
 
     def declared(self, spec: StageSpec) -> str | None:
         """The one dependency below data/ that is neither packed tokens nor the tokenizer."""
@@ -123,29 +162,47 @@ def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa
     """
     source = starting_checkpoint(stage)
     if source is not None:
-        cfg = ModelConfig.from_hf(json.loads((source / "config.json").read_text(encoding="utf-8")))
+        cfg = load_config(source)
+        check_vocabulary(cfg.vocab_size, tokens.vocab_size, padded=True)
     else:
         section = dict(stage.params["model"])
+        check_vocabulary(section.get("vocab_size"), tokens.vocab_size)
         section.setdefault("pad_token_id", tokens.eot_id)
         section.setdefault("eos_token_id", stop_ids(stage) or tokens.eot_id)
         cfg = ModelConfig.from_params(section)
-    if stage.config.seq_len > cfg.max_position_embeddings:
-        raise ValueError(
-            f"{stage.name.replace('-', '.')}.seq_len is {stage.config.seq_len}, above the model's max_position_embeddings "
-            f"of {cfg.max_position_embeddings}"
-        )
+    key = stage.name.replace("-", ".")
+    for name, length in (("seq_len", stage.config.seq_len), ("heldout.seq_len", stage.config.heldout.seq_len or 0)):
+        if length > cfg.max_position_embeddings:
+            raise ValueError(
+                f"{key}.{name} is {length}, above the model's max_position_embeddings of {cfg.max_position_embeddings}"
+            )
+    depth = stage.config.mtp.depth
+    if depth and not cfg.num_nextn_predict_layers and train != "indexer":
+        raise ValueError(f"{key}.mtp.depth is {depth}, but the model has no MTP layer (num_nextn_predict_layers is 0)")
     refuse_too_large(cfg, stage.config.optimizer.model_dump(), train, device_memory(), stage.name)
     if source is not None:
         model = load_checkpoint(source)
     else:
         model = GlmMoeDsa(cfg).init_weights(stage.rng_seed("weights"))
-    padded = source is not None and model.cfg.vocab_size > tokens.vocab_size
-    if model.cfg.vocab_size != tokens.vocab_size and not padded:  # released models pad their vocabulary
-        raise ValueError(
-            f"the model's vocabulary is {model.cfg.vocab_size} (params.yaml: model.vocab_size), the tokens' is "
-            f"{tokens.vocab_size}: make model.vocab_size and tokenizer.vocab_size agree"
-        )
     return model.to(pick_device())
+
+
+def check_vocabulary(model: int | None, tokens: int, padded: bool = False) -> None:
+    """ValueError when a model of `model` rows cannot read the tokens; padded: it may have more (released models do)."""
+    if model != tokens and not (padded and model > tokens):
+        raise ValueError(
+            f"the model's vocabulary is {model} (params.yaml: model.vocab_size), the tokens' is {tokens}: make "
+            "model.vocab_size and tokenizer.vocab_size agree"
+        )
+
+
+def check_keep_best(name: str | None, domains: list[str], stage: str) -> None:
+    """ValueError when loop.keep_best is none of the held-out numbers of the stage: found before training, not at its end."""
+    known = [f"val/{d}/{what}" for d in (*domains, "all") for what in ("bits_per_byte", "loss")]
+    if name is not None and name not in [*known, "val/max_attention_logit"]:
+        raise ValueError(
+            f"stage {stage}: loop.keep_best is {name!r}; the evaluation has {', '.join(known)}, val/max_attention_logit"
+        )
 
 
 def stop_ids(stage: Stage) -> list[int]:
@@ -251,6 +308,7 @@ def run_lm(
 
     seq_len = config.heldout.seq_len or config.seq_len
     results: dict[str, Any] = {}
+    check_keep_best(config.loop.keep_best, [d for d in tokens.domains if tokens.tokens(d, "val") > 1], stage.name)
     if not any(tokens.tokens(d, "val") > 1 for d in tokens.domains):
         raise ValueError(f"{tokens.directory}: no validation text; raise pack.val_fraction or add documents")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.muon import MuonSplit
@@ -71,6 +72,11 @@ def make_engine(
 
         return PipelineEngine(optimizer, layout.parts, settings, loop)
     if settings.engine == "deepspeed":
+        if not dist.is_initialized():
+            raise ValueError(
+                "parallel.engine is deepspeed, which needs ranks that a launcher started, and parallel.processes is "
+                f"{settings.processes}: set parallel.processes, or parallel.engine: native"
+            )
         from tasks.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(model, optimizer, parallel, settings.zero_stage, bucket_bytes)

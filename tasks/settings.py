@@ -13,17 +13,17 @@ from model.muon import OptimConfig
 class Section(BaseModel):
     """Base of nested parts of a stage's configuration: strict, frozen, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class OptimizerSettings(Section):
     """Peak learning rates and rules of Muon Split and AdamW (model/muon.py)."""
 
     lr_matrix: float = Field(gt=0, description="Muon: every matrix")
-    lr_embed: float | None = Field(None, description="AdamW: embedding; null takes lr_matrix")
-    lr_head: float | None = Field(None, description="output head; null takes lr_matrix")
-    lr_norm: float | None = Field(None, description="AdamW: norms and biases; null takes lr_matrix")
-    lr_indexer: float | None = Field(None, description="the DSA indexer; null takes lr_matrix")
+    lr_embed: float | None = Field(None, ge=0, description="AdamW: embedding; null takes lr_matrix")
+    lr_head: float | None = Field(None, ge=0, description="output head; null takes lr_matrix")
+    lr_norm: float | None = Field(None, ge=0, description="AdamW: norms and biases; null takes lr_matrix")
+    lr_indexer: float | None = Field(None, ge=0, description="the DSA indexer; null takes lr_matrix")
     lm_head_optimizer: str = Field("adamw", description="muon (the literal GLM-4.5 rule) or adamw")
     indexer_optimizer: str = Field("muon", description="muon or adamw (the DSA stages)")
     muon: str = Field("split", description="split (GLM-5), whole (no head blocks) or off (AdamW everywhere)")
@@ -50,6 +50,15 @@ class GuardSettings(Section):
     mads: float = Field(12.0, gt=0, description="bound 1: robust deviations above the window's median")
     rise: float = Field(0.5, ge=0, description="bound 2: above the window's largest loss by this (nats)")
     max_rewinds: int = Field(3, ge=0, description="faults of one run after which it gives up")
+
+    @model_validator(mode="after")
+    def _history_fits(self) -> GuardSettings:
+        if self.history > self.window:
+            raise ValueError(
+                f"guard.history is {self.history} and guard.window {self.window}: no more losses than the window are kept, "
+                "so spikes would never be looked for"
+            )
+        return self
 
 
 class LoopSettings(Section):

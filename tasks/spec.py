@@ -26,7 +26,7 @@ from tasks.params import ROOT, load_params
 class StageConfig(BaseModel):
     """Base of every stage's `Config`: unknown keys are errors, values keep their declared types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     max_reject_share: float = Field(0.05, ge=0, le=1, description="the stage fails above this share of bad records")
 
@@ -165,19 +165,23 @@ def validate_config(spec: StageSpec, params: dict, config_class: type[StageConfi
         raise ValueError(f"stage {spec.name}: its parameters do not fit\n" + "\n".join(lines)) from None
 
 
-def _without_parallel(section: Any) -> Any:
-    return {k: v for k, v in section.items() if k != "parallel"} if isinstance(section, dict) else section
+_PLACE = ("parallel", "engine", "workers", "address")  # where a stage runs, never what it makes
+
+
+def _without_place(section: Any) -> Any:
+    return {k: v for k, v in section.items() if k not in _PLACE} if isinstance(section, dict) else section
 
 
 def fingerprint(spec: StageSpec, params: dict, dep_hashes: dict[str, str]) -> str:
     """Identity of one run of a stage: its name, its parameters and the content of its dependencies (32 hex digits).
 
-    A section `parallel` is left out: a killed run goes on where it was on another number of processes.
+    A section `parallel` and the keys `engine`, `workers` and `address` are left out: a killed run goes on where it was on
+    another number of processes, or on another engine (tasks/mapshuffle.py).
     """
     own = params.get(spec.base)
     if isinstance(own, dict):
-        own = {k: _without_parallel(v) if k == spec.variant else v for k, v in own.items()}
-        params = {**params, spec.base: _without_parallel(own)}
+        own = {k: _without_place(v) if k == spec.variant else v for k, v in own.items()}
+        params = {**params, spec.base: _without_place(own)}
     text = canonical_json({"stage": spec.name, "params": params, "deps": dep_hashes})
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -60,7 +60,7 @@ def train(rank, world, folder, options):
     trainer = Trainer(
         stage, model, optimizer, LM, batches, steps=STEPS, lr_factor=lambda step: 1 - step / 50,
         settings=LoopSettings(checkpoint_every=2, log_every=1, eval_every=3, grad_clip=0.3, router_bias_rate=0.01,
-                              guard=GuardSettings(history=100)),
+                              guard=GuardSettings(history=100, window=100)),
         evaluate=evaluate, parallel=options.get("settings"), layout=layout,
     )  # fmt: skip
     try:

@@ -106,7 +106,7 @@ def train(rank, world, folder, options):
         stage, model, build_optimizer(model, o["cfg"]), goal, batches,
         steps=STEPS, lr_factor=lambda step: 1 - step / 50,
         settings=LoopSettings(checkpoint_every=4, log_every=1, eval_every=6, grad_clip=0.3, keep_best="val/x",
-                              guard=GuardSettings(history=100)),
+                              guard=GuardSettings(history=100, window=100)),
         evaluate=lambda m, step: {"val/x": float(m.lm_head.weight.norm())}, parallel=o["settings"],
     )  # fmt: skip
     try:

@@ -77,7 +77,7 @@ def train(rank, world, folder, options):
     stage = FakeStage(folder)
     loop = LoopSettings(checkpoint_every=2, log_every=1, eval_every=3, grad_clip=0.3, router_bias_rate=0.01,
                         keep_best="val/x", recompute=options.get("recompute", "none"),
-                        guard=GuardSettings(history=100))  # fmt: skip
+                        guard=GuardSettings(history=100, window=100))  # fmt: skip
     trainer = Trainer(
         stage, model, build_optimizer(model, OptimConfig(lr_matrix=5e-3, train=options.get("train", "all"))),
         options.get("lm", DENSE), batches, steps=STEPS, lr_factor=lambda step: 1 - step / 50, settings=loop,
