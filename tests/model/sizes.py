@@ -31,6 +31,20 @@ def micro(**changes) -> ModelConfig:
     return ModelConfig.from_params({**MICRO, **changes})
 
 
+def same_model(again, model, **args):
+    """Bit for bit the same weights and buffers, and the same hidden states up to what a tensor's place in memory changes."""
+    import torch
+
+    one, other = model.state_dict(), again.state_dict()
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+    ids = torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        outputs = (m(ids, **args).hidden_bsh for m in (again, model))
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
 def spread(model, scale: float = 0.2, seed: int = 0):
     """Weights large enough that attention, routing and index scores differ clearly between tokens. Returns the model."""
     import torch

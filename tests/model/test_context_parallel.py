@@ -146,7 +146,9 @@ def test_padding_counts_nowhere_and_the_context_can_be_taken_away_again():
         assert torch.equal(sum(got), counts)
     for r in results:
         close(r[3], want.hidden_bsh.detach(), 1e-10, "spread")
-        assert torch.equal(r[4], want.hidden_bsh)
+        close(
+            r[4], want.hidden_bsh.detach(), 1e-12, "alone again"
+        )  # other processes may share sums among other threads
 
 
 def test_every_rank_has_an_even_share_of_the_causal_triangle():

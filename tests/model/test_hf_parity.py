@@ -62,8 +62,10 @@ def test_theirs_loads_into_ours(tmp_path):
         reference = theirs(batch).logits
     torch.testing.assert_close(logits_of(ours, batch), reference, atol=1e-4, rtol=0)
     again = to_hf(ours, tmp_path / "ours", attn="sdpa")
-    with torch.no_grad():
-        assert torch.equal(again(batch).logits, reference), "the way there and back must not change a bit"
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), f"the way there and back must not change a bit of {name}"
+    with torch.no_grad():  # a weight's place in memory may choose another kernel
+        torch.testing.assert_close(again(batch).logits, reference, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("path", ["masked", "gathered"])
