@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,18 +36,24 @@ FP32_SUFFIXES = (
 
 def disk_tensors(model: GlmMoeDsa) -> dict[str, torch.Tensor]:
     """The model's tensors under their on-disk names; experts unfused as views."""
+    return unfused(model.state_dict(), model.cfg)
+
+
+def unfused(state: Mapping[str, torch.Tensor], cfg: ModelConfig, first_expert: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of a model's state under their on-disk names; its stacks of experts begin with number `first_expert`."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         prefix, _, last = name.rpartition(".")
-        if name == "lm_head.weight" and model.cfg.tie_word_embeddings:
+        if name == "lm_head.weight" and cfg.tie_word_embeddings:
             continue
         if prefix.endswith("mlp.experts"):
-            for e in range(tensor.shape[0]):
+            for place in range(tensor.shape[0]):
+                e = first_expert + place
                 if last == "gate_up_proj":
-                    gate, up = tensor[e].chunk(2)
+                    gate, up = tensor[place].chunk(2)
                     tensors[f"{prefix}.{e}.gate_proj.weight"], tensors[f"{prefix}.{e}.up_proj.weight"] = gate, up
                 else:
-                    tensors[f"{prefix}.{e}.down_proj.weight"] = tensor[e]
+                    tensors[f"{prefix}.{e}.down_proj.weight"] = tensor[place]
         else:
             tensors[name] = tensor
     return tensors
@@ -56,7 +63,8 @@ def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _shards(tensors: dict[str, torch.Tensor], limit: int) -> list[list[str]]:
+def shard_names(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
+    """The names of every file, such that none is larger than `limit` bytes unless one tensor is."""
     shards, size = [[]], 0
     for name in sorted(tensors):
         bytes_ = tensors[name].numel() * tensors[name].element_size()
@@ -96,7 +104,7 @@ def save_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = disk_tensors(model)
     write_configs(model.cfg, model.model.embed_tokens.weight.dtype, directory)
-    shards = _shards(tensors, max_shard_bytes)
+    shards = shard_names(tensors, max_shard_bytes)
     weight_map = {}
     for i, names in enumerate(shards, 1):
         filename = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"

@@ -12,8 +12,7 @@ What a checkpoint asks of an engine (tasks/parallel_engine.py and the like), and
     layout.load_weights(model, source)
     engine.state_tensors() -> {name: Tensor}      whole, on the first rank (`gather_pieces`): for small models and tests
 
-An engine that holds the weights itself (a pipeline rank its layers) has owned_weights() and load_weights(source), which then
-come before the layout's. A rank that holds whole tensors returns `Piece.whole(name, tensor)` for those it speaks for.
+A rank that holds whole tensors returns `Piece.whole(name, tensor)` for those it speaks for.
 
 Check it:  python -m pytest tests/model/test_state_parts.py
 """

@@ -144,19 +144,11 @@ class Trainer:
             "losses": self.guard.histories,
             "router": self.router.state(),
         }
-        weights = (
-            self.engine.owned_weights()
-            if hasattr(self.engine, "owned_weights")
-            else self.layout.owned_weights(self.model)
-        )
-        files = {"model": weights, "optimizer": self.optimizer.owned_state()}
+        files = {"model": self.layout.owned_weights(self.model), "optimizer": self.optimizer.owned_state()}
         self.store.save(self.step, files, state, best=best)
 
     def _restore(self, found: Found) -> None:
-        if hasattr(self.engine, "load_weights"):
-            self.engine.load_weights(found.files["model"])
-        else:
-            self.layout.load_weights(self.model, found.files["model"])
+        self.layout.load_weights(self.model, found.files["model"])
         self.optimizer.load_state_tensors(found.files["optimizer"])
         state = found.state
         self.step, self.counters, self.last_eval = state["step"], state["counters"], state["last_eval"]
