@@ -43,7 +43,10 @@ def test_reward_model_reads_the_last_token_and_survives_the_disk(start, tmp_path
     alone = torch.cat([model(torch.tensor([row]), torch.tensor([len(row)])) for row in rows])
     assert torch.allclose(together, alone, atol=1e-6)
     model.save(tmp_path / "rm", tokenizer_dir=start)
-    assert torch.equal(RewardModel.load(tmp_path / "rm")(torch.tensor([rows[0]]), torch.tensor([3])), alone[:1])
+    again = RewardModel.load(tmp_path / "rm")
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+    assert torch.allclose(again(torch.tensor([rows[0]]), torch.tensor([3])), alone[:1], atol=1e-6)
+    assert (alone[0] - alone[1]).abs() > 1e-4
     assert (tmp_path / "rm/tokenizer.json").is_file() and (tmp_path / "rm" / HEAD_FILE).is_file()
     with pytest.raises(ValueError, match="not a reward model"):
         RewardModel.load(start)

