@@ -15,7 +15,7 @@ Check it:  python -m pytest tests/model/test_muon_sharded.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -223,15 +223,22 @@ class ShardedMuonSplit:
         self._flying.clear()
 
     @torch.no_grad()
-    def reduce_gradients(self) -> None:
-        """Sums the gradients of all ranks at their owners and frees them elsewhere. Every rank must call it."""
+    def reduce_gradients(self, summed: Mapping[int, Tensor] | None = None, of: Collection[str] = ()) -> None:
+        """Sums the gradients of all ranks at their owners and frees them elsewhere. Every rank must call it.
+
+        summed: gradients of this rank's units (by `units_of_owner`) that someone else has summed over the ranks already; of:
+        the names of the parameters that had one on this rank.
+        """
         if not self._armed:
             self.arm()
         self._armed = False
+        summed = summed or {}
         flags = [int(i in self._had or p.grad is not None) for i, p in enumerate(self.params)]
-        agreed = torch.tensor([*flags, self._next], dtype=torch.int32)
+        elsewhere = [int(name in of) for name in self.names]
+        agreed = torch.tensor([*flags, *elsewhere, self._next], dtype=torch.int32)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.control)
         *live, started = agreed.tolist()
+        live, elsewhere = live[: len(flags)], live[len(flags) :]
         # A rank that was slower sends what another one has begun to, then all send what is left.
         for bucket in self._plan[self._next : started]:
             self._send(bucket)
@@ -240,10 +247,28 @@ class ShardedMuonSplit:
         for bucket in self._buckets(tuple(p for p in self._units_where(live) if p not in sent)):
             self._send(bucket)
         self._land()
-        self._live = live
+        self._live = tuple(bool(a or b) for a, b in zip(live, elsewhere, strict=True))
         for place, piece in self.mine.items():
-            piece.grad = self._received[place] if live[self.units[place].param] else None
+            piece.grad = None
+            if self._live[self.units[place].param]:
+                piece.grad = summed[place] if place in summed else self._received[place]
         self._received = {}
+
+    def units_of_owner(self, names: Collection[str]) -> list[list[int]]:
+        """Units of some parameters, in a fixed order, for every rank of the group."""
+        found: list[list[int]] = [[] for _ in range(self.world)]
+        for place, unit in enumerate(self.units):
+            if self.names[unit.param] in names:
+                found[unit.owner].append(place)
+        return found
+
+    def name_of(self, place: int) -> str:
+        """Of a unit's parameter."""
+        return self.names[self.units[place].param]
+
+    def unit_part(self, place: int, tensor: Tensor) -> Tensor:
+        """A unit's part of its parameter's gradient, as a view."""
+        return self._piece(self.units[place], tensor)
 
     @torch.no_grad()
     def clip(self, limit: float, key: Callable[[str], str] = lambda group: "grad_norm") -> dict[str, float]:

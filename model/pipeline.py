@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.muon_sharded import ShardedMuonSplit
 from model.pipeline_gradients import ShardedGradients, WholeGradients
 from model.pipeline_memory import Ledger
 from model.pipeline_place import StageSpec, stage_names
@@ -35,13 +36,14 @@ from model.pipeline_stage import EVEN, Batch, ModelStage, RankModel, Work
 
 @dataclass
 class Grid:
-    """Global rank = replica * pipeline + place. `data_group` holds the ranks with the same place."""
+    """Global rank = replica * pipeline + place. `data_group` holds the ranks with the same place, `data_control` too, on gloo."""
 
     pipeline: int
     data: int
     place: int
     replica: int
     data_group: Any = None
+    data_control: Any = None
     links: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     @classmethod
@@ -54,9 +56,10 @@ class Grid:
         grid = cls(pipeline, world // pipeline, rank % pipeline, rank // pipeline)
         if grid.data > 1:
             for place in range(pipeline):
-                group = dist.new_group([d * pipeline + place for d in range(grid.data)])
+                ranks = [d * pipeline + place for d in range(grid.data)]
+                groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
                 if place == grid.place:
-                    grid.data_group = group
+                    grid.data_group, grid.data_control = groups
         if world > 1 and dist.get_backend() == "nccl":
             # Sends and receives of one communicator run one after the other on a GPU: both ways in one would block.
             for replica in range(grid.data):
@@ -189,6 +192,8 @@ class Pipeline:
     """One rank's end of the pipeline. Reductions (R) in the schedule mean ZeRO-2 shards, otherwise gradients are whole.
 
     `shared` names the parameters that several stages use: each rank that holds one ends with their summed gradient in .grad.
+    owners: an optimizer sharded over the replicas (grid.data_group). Shards are then what it owns; whole gradients are not
+    summed over replicas here, as it will send them to their owners.
     """
 
     def __init__(
@@ -199,6 +204,7 @@ class Pipeline:
         grid: Grid,
         device: torch.device | str = "cpu",
         local: RankModel | None = None,
+        owners: ShardedMuonSplit | None = None,
     ) -> None:
         if (schedule.ranks, schedule.stages) != (grid.pipeline, len(specs)):
             raise ValueError(
@@ -218,7 +224,11 @@ class Pipeline:
             s: {n: p for n, p in stage.parameters.items() if n not in self.shared} for s, stage in self.stages.items()
         }
         sharded = any(op.kind == "R" for ops in schedule.ops for op in ops)
-        self.gradients = (ShardedGradients if sharded else WholeGradients)(apart, grid.data_group, self.ledger)
+        self.gradients: WholeGradients | ShardedGradients
+        if sharded:
+            self.gradients = ShardedGradients(apart, grid.data_group, self.ledger, owners)
+        else:
+            self.gradients = WholeGradients(apart, grid.data_group if owners is None else None, self.ledger)
         self.trace: list[tuple[Op, float, float, float]] | None = None
 
     def _shared(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Backward passes of an interleaved schedule come in runs, each of one virtual stage. A run accumulates into one full buffer;
 at its end the buffer is reduced over the data-parallel group, every rank adding its 1/dp to its shard, while the next run
-fills the other buffer. However many virtual stages a rank has, at most two full gradients exist on it.
+fills the other buffer. However many virtual stages a rank has, at most two full gradients exist on it. Shards are even ranges,
+or what each rank's part of a sharded optimizer owns (model/muon_sharded.py): then no gradient is put together again.
 
 Check it:  python -m pytest tests/model/test_pipeline.py
 """
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from model.muon_sharded import ShardedMuonSplit
 from model.pipeline_memory import Ledger
 
 # torch 2.13 renames both; the old names warn, the new ones do not exist before.
@@ -57,9 +59,15 @@ class ShardedGradients:
     """Shards [ceil(numel / dp)] per stage and at most two full buffers, each as large as the largest stage; the parameters'
     type (fp32 in training)."""
 
-    def __init__(self, stages: Mapping[int, Mapping[str, nn.Parameter]], group, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Mapping[str, nn.Parameter]],
+        group,
+        ledger: Ledger,
+        owners: ShardedMuonSplit | None = None,
+    ) -> None:
         self.stages = {s: {n: p for n, p in params.items() if p.requires_grad} for s, params in stages.items()}
-        self.group, self.ledger = group, ledger
+        self.group, self.ledger, self.owners = group, ledger, owners
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.sizes = {s: -(-sum(p.numel() for p in ps.values()) // self.ranks) for s, ps in self.stages.items()}
         self.shards: dict[int, Tensor] = {}
@@ -68,10 +76,12 @@ class ShardedGradients:
         for params in self.stages.values():
             for name, p in params.items():
                 p.register_post_accumulate_grad_hook(lambda _, name=name: self.touched.add(name))
+        self.units = {s: owners.units_of_owner(params) if owners else [] for s, params in self.stages.items()}
+        self._outgoing: Tensor | None = None  # with owners, the second buffer: gradients in the order of their owners
         self._free: list[Tensor] = []
         self._made = 0
         self._filling: dict[int, Tensor] = {}
-        self._reducing: tuple[int, Tensor, Tensor, object] | None = None
+        self._reducing: tuple[int, Tensor | None, Tensor, object] | None = None
 
     def _empty(self, size: int) -> Tensor:
         like = next(p for ps in self.stages.values() for p in ps.values())
@@ -82,13 +92,11 @@ class ShardedGradients:
         if stage in self._filling or not self.stages[stage]:
             return
         if not self._free:
-            if self._made == 2:
+            if self._made == (1 if self.owners else 2):
                 self._finish_one()
             else:
                 self._made += 1
-                size = max(self.sizes.values()) * self.ranks
-                self._free.append(self._empty(size))
-                self.ledger.add_bytes("gradients", self._free[-1].nbytes)
+                self._free.append(self._full())
         assert self._free, "a third full gradient buffer: the schedule mixes the gradients of three stages"
         flat = self._filling[stage] = self._free.pop()
         flat.zero_()
@@ -105,6 +113,9 @@ class ShardedGradients:
         for p in self.stages[stage].values():
             p.grad = None
         flat = self._filling.pop(stage)
+        if self.owners is not None:
+            self._to_owners(stage, flat)
+            return
         part = torch.empty(self.sizes[stage], dtype=flat.dtype, device=flat.device)
         work = None
         if self.ranks > 1:
@@ -115,19 +126,63 @@ class ShardedGradients:
         self.reductions += 1
         self._reducing = (stage, flat, part, work)
 
+    def _full(self) -> Tensor:
+        buffer = self._empty(max(self.sizes.values()) * self.ranks)
+        self.ledger.add_bytes("gradients", buffer.nbytes)
+        return buffer
+
+    def _to_owners(self, stage: int, flat: Tensor) -> None:
+        """Start sending every rank what it owns; `flat` is free at once."""
+        if self._outgoing is None:
+            self._outgoing = self._full()
+        parameters, offset = {}, 0
+        for name, p in self.stages[stage].items():
+            parameters[name] = flat[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+        works, at, own = [], 0, None
+        for rank, units in enumerate(self.units[stage]):
+            first = at
+            for unit in units:
+                value = self.owners.unit_part(unit, parameters[self.owners.name_of(unit)])
+                self._outgoing[at : at + value.numel()].view(value.shape).copy_(value)
+                at += value.numel()
+            segment = self._outgoing[first:at]
+            if rank == self.owners.rank:
+                own = segment
+            if units:
+                target = self.owners.global_ranks[rank]
+                works.append(dist.reduce(segment, dst=target, group=self.group, async_op=True))
+        self._free.append(flat)
+        self.reductions += 1
+        self._reducing = (stage, None, own, works)
+
     def _finish_one(self) -> None:
         if self._reducing is None:
             return
         stage, flat, part, work = self._reducing
-        if work is not None:
-            work.wait()
+        for one in work if isinstance(work, list) else [work]:
+            if one is not None:
+                one.wait()
         if stage in self.shards:
             self.shards[stage] += part
         else:
-            self.shards[stage] = part
+            self.shards[stage] = part if self.owners is None else part.clone()
             self.ledger.add_bytes("gradients", part.nbytes)
-        self._free.append(flat)
+        if flat is not None:
+            self._free.append(flat)
         self._reducing = None
+
+    def owned(self) -> dict[int, Tensor]:
+        """With owners: the summed gradients of this rank's units."""
+        found = {}
+        for stage, shard in self.shards.items():
+            at = 0
+            for unit in self.units[stage][self.owners.rank]:
+                shape = self.owners.units[unit].shape
+                size = torch.Size(shape).numel()
+                found[unit] = shard[at : at + size].view(shape)
+                at += size
+        return found
 
     def finish(self) -> None:
         """Wait for the last reduction. Afterwards `shards` is this rank's part of every stage's summed gradient."""

@@ -54,10 +54,7 @@ class Parts:
         return RankModel(self.model.cfg, self.specs[self.grid.place :: self.grid.pipeline], whole=self.model)
 
     def speaks(self, key: str) -> bool:
-        """Whether this rank gives a tensor of the model, or of the optimizer ('<parameter>.<slot>'), to sums and wholes."""
-        return self.grid.replica == 0 and self._speaks(key)
-
-    def _speaks(self, key: str) -> bool:
+        """Whether ranks of this place give a tensor of the model, or of the optimizer ('<parameter>.<slot>'), to wholes."""
         return self.speaker[key if key in self.speaker else key.rsplit(".", 1)[0]] == self.grid.place
 
     def _tables(self) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -87,7 +84,7 @@ class Parts:
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[Piece]:
         """What this rank writes of model or optimizer tensors: its replica's share of those that its place speaks for."""
-        own = {name: t for name, t in tensors.items() if not t.is_meta and self._speaks(name)}
+        own = {name: t for name, t in tensors.items() if not t.is_meta and self.speaks(name)}
         return share_out(own, self.grid.replica, self.grid.data)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,19 +20,7 @@ from model.muon import MuonSplit
 from model.muon_sharded import ShardedMuonSplit
 from model.state_parts import Chosen, Piece, as_source, gather_pieces
 from tasks.parallel import Parallel
-from tasks.parallel_engine import norm_name
-
-
-def _part(optimizer: MuonSplit, experts: bool) -> MuonSplit:
-    """The groups of an optimizer with its expert parameters only, or without them."""
-    groups = []
-    for group in optimizer.param_groups:
-        kept = [(p, n) for p, n in zip(group["params"], group["names"], strict=True) if is_expert(n) == experts]
-        if kept:
-            groups.append(group | {"params": [p for p, _ in kept], "names": [n for _, n in kept]})
-    part = MuonSplit(groups, optimizer.model_config, optimizer.cfg)
-    part.state.update({p: optimizer.state[p] for p in part.names if p in optimizer.state})
-    return part
+from tasks.parallel_engine import norm_name, part_of
 
 
 class ExpertEngine:
@@ -43,10 +31,12 @@ class ExpertEngine:
         self.cfg, self.model_config = optimizer.cfg, optimizer.model_config
         self.route, self.ranks = layout.experts, ranks
         self.param_groups = optimizer.param_groups
-        self.dense = ShardedMuonSplit(_part(optimizer, False), control=ranks.control, bucket_bytes=bucket_bytes)
+        self.dense = ShardedMuonSplit(
+            part_of(optimizer, lambda name: not is_expert(name)), control=ranks.control, bucket_bytes=bucket_bytes
+        )
         if not any(is_expert(name) for group in optimizer.param_groups for name in group["names"]):
             raise ValueError("parallel.expert: this stage trains no expert (DSA warm-up?); it needs parallel.expert: 1")
-        self.experts: MuonSplit | ShardedMuonSplit = _part(optimizer, True)
+        self.experts: MuonSplit | ShardedMuonSplit = part_of(optimizer, is_expert)
         if layout.replicas is not None:
             self.experts = ShardedMuonSplit(self.experts, layout.replicas, layout.replicas_control, bucket_bytes)
 

@@ -13,6 +13,7 @@ Check it:  python -m pytest tests/tasks/test_parallel.py tests/tasks/test_deepsp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,18 @@ from tasks.parallel import Parallel, ParallelSettings
 def norm_name(group: str) -> str:
     """Under which name a parameter group's gradients are measured and clipped: the indexer's loss must not scale the rest."""
     return "index_grad_norm" if group == "indexer" else "grad_norm"
+
+
+def part_of(optimizer: MuonSplit, keep: Callable[[str], bool]) -> MuonSplit:
+    """An optimizer of those parameters whose names `keep` wants, with their state."""
+    groups = []
+    for group in optimizer.param_groups:
+        kept = [(p, n) for p, n in zip(group["params"], group["names"], strict=True) if keep(n)]
+        if kept:
+            groups.append(group | {"params": [p for p, _ in kept], "names": [n for _, n in kept]})
+    part = MuonSplit(groups, optimizer.model_config, optimizer.cfg)
+    part.state.update({p: optimizer.state[p] for p in part.names if p in optimizer.state})
+    return part
 
 
 class NativeEngine(ShardedMuonSplit):
@@ -70,7 +83,7 @@ def make_engine(
             )
         from tasks.pipeline_engine import PipelineEngine
 
-        return PipelineEngine(optimizer, layout.parts, settings, loop)
+        return PipelineEngine(optimizer, layout.parts, settings, loop, bucket_bytes)
     if settings.engine == "deepspeed":
         if not dist.is_initialized():
             raise ValueError(

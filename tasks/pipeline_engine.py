@@ -6,9 +6,10 @@
     logs, counts = engine.run_step(objective, batches, step)         # forward and backward of the step's micro-batches
     engine.clip_groups(1.0); engine.set_lr_scale(0.5); engine.step(); engine.zero_grad()
 
-Each rank optimises the parameters that it keeps. Those that two ranks keep (the embedding, for the MTP block) have the same
-gradient and state on both. Replicas of the pipeline (more processes than `pipeline`) share the step's micro-batches; their
-optimizers do the same work. The numbers are those of one process up to the order of sums.
+Each rank optimises the parameters that it keeps. Those that two places keep (the embedding, for the MTP block) have the same
+gradient and state on both. Replicas of the pipeline (more processes than `pipeline`) share the step's micro-batches, and the
+ranks with the same stages share their optimizer as in model/muon_sharded.py: gradients go to their owners, with
+`gradient_shards` as soon as a stage's are ready. The numbers are those of one process up to the order of sums.
 
 Check it:  python -m pytest tests/tasks/test_pipeline_engine.py
 """
@@ -25,14 +26,16 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.muon import MuonSplit
+from model.muon_sharded import BUCKET_BYTES, ShardedMuonSplit
 from model.pipeline import Pipeline, gather_json
+from model.pipeline_gradients import ShardedGradients
 from model.pipeline_parts import Parts
 from model.pipeline_place import StageSpec
 from model.pipeline_schedule import Schedule, build, with_offload, with_reductions
 from model.pipeline_stage import Batch, Work
-from model.state_parts import Chosen, Piece, as_source
+from model.state_parts import Chosen, Piece, as_source, gather_pieces
 from tasks.parallel import ParallelSettings, Part
-from tasks.parallel_engine import norm_name
+from tasks.parallel_engine import norm_name, part_of
 from tasks.plan_pipeline import stage_placement
 from tasks.settings import LoopSettings
 from tasks.trainer import IGNORE, batch_count, computing_in
@@ -58,11 +61,11 @@ def rounded(settings: ParallelSettings, micros: int) -> int:
     return -(-micros // group) * group
 
 
-def schedule_of(settings: ParallelSettings, micros: int) -> Schedule:
-    """The schedule of a step with that many micro-batches."""
+def schedule_of(settings: ParallelSettings, micros: int, shards: bool) -> Schedule:
+    """The schedule of a step with that many micro-batches. shards: with reductions of gradients to their owners."""
     name = "zero_bubble" if settings.deferred_weight_gradient else settings.schedule
     schedule = build(name, ranks=settings.pipeline, micros=micros, virtual=settings.virtual)
-    schedule = with_reductions(schedule) if settings.gradient_shards else schedule
+    schedule = with_reductions(schedule) if shards else schedule
     return with_offload(schedule) if settings.activation_offload else schedule
 
 
@@ -73,7 +76,12 @@ class PipelineEngine:
     """
 
     def __init__(
-        self, optimizer: MuonSplit, parts: Parts, settings: ParallelSettings, loop: LoopSettings | None = None
+        self,
+        optimizer: MuonSplit,
+        parts: Parts,
+        settings: ParallelSettings,
+        loop: LoopSettings | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         loop = loop or LoopSettings()
         if optimizer.cfg.train == "indexer":
@@ -91,13 +99,24 @@ class PipelineEngine:
                 f"loop.offload and parallel.pipeline ({settings.pipeline}): activations that wait between stages go to "
                 "the host by parallel.activation_offload; set loop.offload: false"
             )
-        self.settings, self.parts, self.grid, self.optimizer = settings, parts, parts.grid, optimizer
+        grid = parts.grid
+        self.settings, self.parts, self.grid = settings, parts, grid
+        self.optimizer: MuonSplit | ShardedMuonSplit = part_of(optimizer, parts.takes)
+        self.sharded: ShardedMuonSplit | None = None
+        if grid.data > 1:
+            self.sharded = ShardedMuonSplit(self.optimizer, grid.data_group, grid.data_control, bucket_bytes)
+            self.optimizer = self.sharded
         self.precision, self.recompute = getattr(torch, loop.precision), loop.recompute == "block"
-        self.cfg, self.model_config, self.param_groups = optimizer.cfg, optimizer.model_config, optimizer.param_groups
+        self.cfg, self.model_config = optimizer.cfg, optimizer.model_config
+        self.param_groups = self.optimizer.param_groups
         local = parts.local()
         self.pipe = Pipeline(
-            parts.model.cfg, schedule_of(settings, rounded(settings, 1)), parts.specs, parts.grid, parts.device, local
+            parts.model.cfg, self._schedule(rounded(settings, 1)), parts.specs, grid, parts.device, local, self.sharded
         )
+
+    def _schedule(self, micros: int) -> Schedule:
+        shards = self.settings.gradient_shards and self.sharded is not None  # one replica has nobody to share with
+        return schedule_of(self.settings, micros, shards)
 
     # ---- a step
 
@@ -118,7 +137,7 @@ class PipelineEngine:
         batches = [*batches, *[self._empty(batches, shape)] * missing]
         shares, weights = [*shares, *[0.0] * missing], [*weights, *[{}] * missing]
         if len(batches) != self.pipe.schedule.micros:
-            self.pipe.set_schedule(schedule_of(self.settings, len(batches)))
+            self.pipe.set_schedule(self._schedule(len(batches)))
         work = Work(
             head=functools.partial(_head, objective, step),
             rows_of=(self.grid.replica, self.grid.data),
@@ -127,9 +146,6 @@ class PipelineEngine:
         )
         with computing_in(self.pipe.local, self.precision):
             result = self.pipe.run(work, batches, shares, self.precision, weights)
-        if self.settings.gradient_shards:
-            for name, gradient in self.pipe.whole_gradients().items():
-                self.pipe.local.get_parameter(name).grad = gradient
         return {"loss": result.loss, **result.logs}, result.router_counts
 
     def _shares(self, objective: Any, batches: Sequence[Batch], step: int) -> tuple[list, list, int, list[int]]:
@@ -159,14 +175,32 @@ class PipelineEngine:
         ids_bs = torch.zeros((1, shape[1]), dtype=torch.int64, device=self.parts.device)
         return {"input_ids_bs": ids_bs, "targets_bs": torch.full_like(ids_bs, IGNORE)}
 
+    def _reduce(self) -> None:
+        """Gradients of all replicas to their owners; those of parameters that several stages use are summed everywhere."""
+        summed: dict[int, Tensor] = {}
+        names = {n for n in self.pipe.shared if self.pipe.local.get_parameter(n).grad is not None}
+        for unit in self.sharded.units_of_owner(names)[self.sharded.rank]:
+            gradient = self.pipe.local.get_parameter(self.sharded.name_of(unit)).grad
+            summed[unit] = self.sharded.unit_part(unit, gradient)
+        for name in names:
+            self.pipe.local.get_parameter(name).grad = None
+        if isinstance(self.pipe.gradients, ShardedGradients):
+            summed |= self.pipe.gradients.owned()
+            names |= self.pipe.gradients.touched
+        self.sharded.reduce_gradients(summed, names)
+
     @torch.no_grad()
     def clip_groups(self, limit: float) -> dict[str, float]:
-        """Scale gradients to a global norm of at most `limit` (inf: not at all); norms before, the indexer's apart."""
+        """Gradients reduced and clipped to a global norm of at most `limit` (inf: not at all); norms before, by name."""
+        if self.sharded is not None:
+            self._reduce()
+        stepping = self.optimizer if self.sharded is None else self.sharded.inner
         parts: dict[str, list[tuple[str, Tensor]]] = {}
-        for group in self.param_groups:
+        for group in stepping.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
                 if p.grad is not None:
-                    parts.setdefault(norm_name(group["group"]), []).append((name, p.grad))
+                    parts.setdefault(norm_name(group["group"]), []).append((name.split("#")[0], p.grad))
+        # Of a parameter that two places keep, the first place's gradient counts.
         own = {
             key: sum(float(g.double().square().sum()) for n, g in pairs if self.parts.speaks(n))
             for key, pairs in parts.items()
@@ -191,12 +225,13 @@ class PipelineEngine:
         return self.optimizer.learning_rate(group)
 
     def step(self) -> None:
-        """Update what this rank keeps."""
+        """Update what this rank owns and hand it to the ranks with the same stages."""
         self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""
         self.pipe.clear()
+        self.optimizer.zero_grad(set_to_none)
 
     def reset_state(self) -> None:
         """Forgets momentum and second moments."""
@@ -215,12 +250,12 @@ class PipelineEngine:
     # ---- state
 
     def owned_state(self) -> list[Piece]:
-        """What this rank writes of the optimizer state: its replica's share of that of the parameters it speaks for."""
-        return self.parts.pieces(self.optimizer.state_tensors())
+        """What this rank writes of the optimizer state: what it owns of the parameters that its place speaks for."""
+        return [piece for piece in self.optimizer.owned_state() if self.parts.speaks(piece.name)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole optimizer's state, '<parameter>.<slot>', on rank 0; {} elsewhere. Every rank must call it."""
-        return self.parts.whole(self.optimizer.state_tensors())
+        return gather_pieces(self.owned_state(), self.parts.control)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the state of any engine on any number of ranks; of a source only what this rank needs is read."""
