@@ -47,10 +47,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_nh.device)
         chunk = min(chunk, max(n, 1))
         logits_cv = torch.empty(chunk, weight_vh.shape[0], dtype=hidden_nh.dtype, device=hidden_nh.device)
-        logp_cv = torch.empty(logits_cv.shape, dtype=acc, device=hidden_nh.device)
+        probs_cv = torch.empty(logits_cv.shape, dtype=acc, device=hidden_nh.device)
         for a in range(0, n, chunk):
             h, target, keep = hidden_nh[a : a + chunk], safe_n1[a : a + chunk], valid_n[a : a + chunk]
-            logits, logp = logits_cv[: len(h)], logp_cv[: len(h)]
+            logits, probs = logits_cv[: len(h)], probs_cv[: len(h)]
             torch.mm(h, weight_vh.T, out=logits)
             if triton:
                 from kernels.triton_cross_entropy import softmax_rows_
@@ -62,12 +62,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if need_w:
                     dweight.addmm_(logits.T.to(acc), h.to(acc))
                 continue
-            # One fused pass over each row; logsumexp would take six, and a temporary as large as the logits.
-            torch.ops.aten._log_softmax.out(logits.to(acc), 1, False, out=logp)
-            loss_sum -= torch.where(keep, logp.gather(1, target).squeeze(1), 0).double().sum()
+            # One fused pass over each row. log p of the target from its logit: log(sum exp) = the largest logit - log of the
+            # largest probability, which is no less than 1 / V; the log of the target's own probability may be -inf.
+            logits = logits.to(acc)
+            chosen_c, top_c = logits.gather(1, target).squeeze(1), logits.amax(1)
+            grad = torch.softmax(logits, 1, out=probs)
+            logp_c = chosen_c - (top_c - grad.amax(1).log_())
+            loss_sum -= torch.where(keep, logp_c, 0).double().sum()
             if not (need_h or need_w):
                 continue
-            grad = logp.exp_()
             grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
             if not keep.all():
                 grad.mul_(keep.unsqueeze(1))

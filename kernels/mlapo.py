@@ -185,10 +185,12 @@ def split_latents(both_bsy, q_norm_q, kv_norm_l, cis_bsr, eps: float):
 
 class _RotateColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_bshd, cis_bs1r, start):
+    def forward(ctx, x_bshd, cis_bs1r, start, by_heads):
         ctx.save_for_backward(cis_bs1r)
         ctx.columns = slice(start, start + 2 * cis_bs1r.shape[-1])
-        out = x_bshd.clone(memory_format=torch.contiguous_format)
+        source = x_bshd.transpose(1, 2) if by_heads else x_bshd
+        out = source.clone(memory_format=torch.contiguous_format)
+        out = out.transpose(1, 2) if by_heads else out
         _rotate_(out[..., ctx.columns], cis_bs1r)
         return out
 
@@ -197,11 +199,14 @@ class _RotateColumns(torch.autograd.Function):
         (cis_bs1r,) = ctx.saved_tensors
         dx = dout_bshd.clone(memory_format=torch.contiguous_format)
         _rotate_(dx[..., ctx.columns], cis_bs1r.conj())
-        return dx, None, None
+        return dx, None, None, None
 
 
-def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int) -> torch.Tensor:
-    """x [B,S,H,d] (or [B,S,d]) with columns [start, start + 2 r) of every head rotated, the others kept. Differentiable."""
+def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int, by_heads: bool = False) -> torch.Tensor:
+    """x [B,S,H,d] (or [B,S,d]) with columns [start, start + 2 r) of every head rotated, the others kept. Differentiable.
+
+    by_heads: the result of [B,S,H,d] may lie in memory as [B,H,S,d], which attention's products prefer.
+    """
     stop = start + 2 * cis_bsr.shape[-1]
     path = _training_path(x_bshd, start % 2 == 0 and x_bshd.shape[-1] % 2 == 0)
     if path == "triton":
@@ -211,7 +216,7 @@ def rotate_columns(x_bshd: torch.Tensor, cis_bsr: torch.Tensor, start: int) -> t
     if path == "cpu":
         cis = cis_bsr if x_bshd.dim() == cis_bsr.dim() else cis_bsr.unsqueeze(-2)
         if torch.is_grad_enabled() and x_bshd.requires_grad:
-            return _RotateColumns.apply(x_bshd, cis, start)
+            return _RotateColumns.apply(x_bshd, cis, start, by_heads)
         out = x_bshd.clone(memory_format=torch.contiguous_format)
         _rotate_(out[..., start:stop], cis)
         return out
@@ -222,19 +227,26 @@ class _ExpandHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kv_bthe, k_rope_btr, nope):
         ctx.nope = nope
-        k = kv_bthe.new_empty(*kv_bthe.shape[:-1], nope + k_rope_btr.shape[-1])
+        batch, size, heads, both = kv_bthe.shape
+        # Stored by heads, [B,H,T,d]: attention's products run over batch and heads at once.
+        k = kv_bthe.new_empty(batch, heads, size, nope + k_rope_btr.shape[-1]).transpose(1, 2)
         k[..., :nope] = kv_bthe[..., :nope]
         k[..., nope:] = k_rope_btr.unsqueeze(-2)
-        return k, kv_bthe[..., nope:].contiguous()
+        v = kv_bthe.new_empty(batch, heads, size, both - nope).transpose(1, 2)
+        return k, v.copy_(kv_bthe[..., nope:])
 
     @staticmethod
     def backward(ctx, dk, dv):
-        dkv = torch.cat([dk[..., : ctx.nope], dv], dim=-1)
+        dkv = dk.new_empty(*dk.shape[:-1], ctx.nope + dv.shape[-1])
+        dkv[..., : ctx.nope], dkv[..., ctx.nope :] = dk[..., : ctx.nope], dv
         return dkv, dk[..., ctx.nope :].sum(-2), None
 
 
 def expand_heads(kv_bthe: torch.Tensor, k_rope_btr: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k [B,T,H,nope+r], v [B,T,H,v]) from c_kv @ W_UKV [B,T,H,nope+v] and the rotated key of all heads. Differentiable."""
+    """(k [B,T,H,nope+r], v [B,T,H,v]) from c_kv @ W_UKV [B,T,H,nope+v] and the rotated key of all heads. Differentiable.
+
+    Both lie in memory by heads, [B,H,T,.]: their transposed views are contiguous.
+    """
     path = paths.choose("mla_training", kv_bthe.device, kv_bthe.dtype)
     if path == "triton":
         from kernels.triton_mla_training import expand_heads as fused

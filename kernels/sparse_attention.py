@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels import paths
+from kernels.indexer import ROW_CHUNK, causal_mask
+from kernels.kept_attention import keeps, kept_attention
 
 # Measured on one CPU thread (forward + backward, 4 heads, latent 72, topk 64, 2048 tokens a step, whole model): at length 1024
 # masked 4280 and gathered 4690 tokens/s, at 2048 2870 and 3960.
@@ -28,12 +30,19 @@ def attention_path(size: int, topk: int) -> str:
 
 
 def dense_attention(q_bhsd, k_bhtd, v_bhtv, scale: float) -> torch.Tensor:
-    """Causal attention through SDPA: q [B,H,S,d], k [B,H,S,d], v [B,H,S,dv] -> [B,H,S,dv]."""
+    """Causal attention: q [B,H,S,d], k [B,H,S,d], v [B,H,S,dv] -> [B,H,S,dv]; SDPA, or `kept_attention` where it is faster."""
+    size = q_bhsd.shape[2]
+    if keeps(q_bhsd, k_bhtd, v_bhtv, size * size // 2):
+        ends = (min(a + ROW_CHUNK, size) for a in range(0, size, ROW_CHUNK))
+        masks = [causal_mask(stop - 1 - (stop - 1) % ROW_CHUNK, stop, stop)[None] for stop in ends]
+        return kept_attention(q_bhsd, k_bhtd, v_bhtv, masks, scale)
     return F.scaled_dot_product_attention(q_bhsd, k_bhtd, v_bhtv, is_causal=True, scale=scale)
 
 
 def masked_attention(q_bhsd, k_bhtd, v_bhtv, masks: list[torch.Tensor], scale: float) -> torch.Tensor:
     """Attention over selected keys; masks as kernels.indexer.select_keys returns them. Differentiable in q, k, v."""
+    if keeps(q_bhsd, k_bhtd, v_bhtv, sum(m.shape[1] * m.shape[2] for m in masks)):
+        return kept_attention(q_bhsd, k_bhtd, v_bhtv, masks, scale)
     outs, start = [], 0
     for mask_brt in masks:
         rows, stop = mask_brt.shape[1:]

@@ -162,7 +162,7 @@ class MLA(MLAProjections):
                 both, self.q_a_layernorm.weight, self.kv_a_layernorm.weight, cis_bsr, LATENT_NORM_EPS
             )
             q_bshd = self.q_b_proj(c_q).unflatten(-1, (self.heads, self.nope + self.rope))
-            q_bshd = rotate_columns(q_bshd, cis_bsr, self.nope)
+            q_bshd = rotate_columns(q_bshd, cis_bsr, self.nope, by_heads=path != "gathered")
             masks = None
             if path != "dense":
                 masks = shared_masks
