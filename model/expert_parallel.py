@@ -106,17 +106,6 @@ def whole_experts(tensors: Mapping[str, torch.Tensor], route: Route) -> dict[str
     return whole
 
 
-def expert_shards(tensors: Mapping[str, torch.Tensor], route: Route) -> dict[str, torch.Tensor]:
-    """The inverse of whole_experts: this rank's part of every expert tensor, for load_state_dict."""
-    shards = {}
-    for name, tensor in tensors.items():
-        if is_expert(name) and tensor.dim() == 3:
-            first, last = local_experts(tensor.shape[0], route)
-            tensor = tensor[first:last].clone()
-        shards[name] = tensor
-    return shards
-
-
 def placed(piece: Piece, route: Route) -> Piece | None:
     """A piece of this rank's experts as one of the unsharded model's; None for what another rank of the group writes."""
     if len(piece.shape) != 3:

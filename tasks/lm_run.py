@@ -7,32 +7,33 @@ Used by tasks/pretrain.py, midtrain.py, dsa_warmup.py and dsa_adapt.py. The inpu
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import torch
 from pydantic import Field, model_validator
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from model.checkpoint import load_checkpoint, load_config, save_checkpoint
+from model.checkpoint import load_checkpoint, load_config
 from model.config import ModelConfig
-from model.muon import MuonSplit, build_optimizer
+from model.muon import build_optimizer
 from model.transformer import GlmMoeDsa
 from tasks.costs import refuse_too_large
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
 from tasks.init_from import starting_checkpoint
-from tasks.model_parallel import Layout, apply_parallelism
+from tasks.model_parallel import apply_parallelism
 from tasks.objectives import LanguageModeling
 from tasks.parallel import ParallelSettings, current
 from tasks.samplers import BatchSampler, validation_windows
 from tasks.schedules import BatchSize, LearningRate
+from tasks.spread_output import save_output, saved_optimizer
 from tasks.stage import FromCheckpoint, Stage, StageSpec
 from tasks.tokens import TokenSet
 from tasks.trainer import LoopSettings, Objective, OptimizerSettings, Section, Trainer, pick_device, split_batch
 
 LOGIT_WINDOW = 512  # the largest attention logit is sought in one window of at most this length
-OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
 
 
 class ScheduleSettings(Section):
@@ -214,18 +215,18 @@ def stop_ids(stage: Stage) -> list[int]:
     return [ids[t] for t in STOP_TOKENS if t in ids]
 
 
-def make_optimizer(stage: Stage, model: nn.Module, train: str = "all", layout: Layout | None = None) -> MuonSplit:
-    """The stage's optimizer, with the previous stage's state when `load_optimizer` asks for it."""
-    optimizer = build_optimizer(model, stage.config.optimizer.to_config(train))
+def previous_optimizer(stage: Stage) -> Mapping[str, torch.Tensor]:
+    """The state that the previous stage's optimizer left, read when asked for; {} unless `load_optimizer` is set."""
+    if not stage.config.load_optimizer:
+        return {}
     source = starting_checkpoint(stage)
-    if stage.config.load_optimizer:
-        if source is None or not (source / OPTIMIZER_FILE).is_file():
-            raise ValueError(
-                f"stage {stage.name}: load_optimizer is set, but the previous checkpoint has no {OPTIMIZER_FILE}; "
-                "set save_optimizer on the stage before"
-            )
-        optimizer.load_state_tensors((layout or Layout()).part(load_file(source / OPTIMIZER_FILE)))
-    return optimizer
+    state = saved_optimizer(source) if source is not None else None
+    if state is None:
+        raise ValueError(
+            f"stage {stage.name}: load_optimizer is set, but the previous checkpoint has no "
+            "optimizer/optimizer.safetensors; set save_optimizer on the stage before"
+        )
+    return state
 
 
 def batch_sizes(config: LmConfig) -> BatchSize:
@@ -329,7 +330,7 @@ def run_lm(
     trainer = Trainer(
         stage,
         model,
-        make_optimizer(stage, model, train, layout),
+        build_optimizer(model, config.optimizer.to_config(train)),
         objective,
         batches,
         steps=batch_size.steps,
@@ -341,21 +342,21 @@ def run_lm(
         parallel=config.parallel,
         layout=layout,
     )
+    if previous := previous_optimizer(stage):
+        trainer.optimizer.load_state_tensors(previous)
     trainer.run()
-    model = layout.whole_model(model)
-    state = trainer.optimizer.state_tensors() if config.save_optimizer else {}  # all ranks gather it
-    if not ranks.is_writer:
-        return ranks.first(None)
-    if not results or trainer.step != batch_size.steps:
+    if ranks.first(not results or trainer.step != batch_size.steps):
         # Resumed after the last step, or an earlier checkpoint was the best: measure the weights that are written.
-        evaluate(model.eval(), trainer.step)
-    ranks.first(results)
-    out = stage.out(stage.spec.outs[0])
+        with torch.no_grad(), layout.evaluating(model):
+            if ranks.is_writer or layout.together:
+                evaluate(model.eval(), trainer.step)
+    results.update(ranks.first(results))
     tokenizer = stage.dep("data/tokenizer") if "data/tokenizer" in stage.spec.deps else starting_checkpoint(stage)
-    save_checkpoint(model, out, tokenizer)
-    if config.save_optimizer:
-        (out / OPTIMIZER_FILE).parent.mkdir()
-        save_file({k: v.cpu().contiguous() for k, v in state.items()}, out / OPTIMIZER_FILE)
+    optimizer = trainer.optimizer if config.save_optimizer else None
+    out = stage.out(stage.spec.outs[0]) if ranks.is_writer else Path()
+    save_output(layout, model, ranks, out, tokenizer, optimizer)
+    if not ranks.is_writer:
+        return results
     stage.metric(
         steps=trainer.step,
         tokens=int(trainer.counters["tokens"]),

@@ -28,7 +28,6 @@ from model.context_groups import ContextPool
 from model.context_parallel import Context, set_context
 from model.expert_parallel import (
     LocalExperts,
-    expert_shards,
     is_expert,
     local_experts,
     placed,
@@ -123,12 +122,6 @@ class Layout:
         """Model or optimizer tensors as one process has them. All ranks call it."""
         return tensors if self.experts is None else whole_experts(tensors, self.experts)
 
-    def part(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The inverse: what this rank holds of them."""
-        if self.parts is not None:
-            return {n: t for n, t in tensors.items() if self.parts.takes(n)}
-        return tensors if self.experts is None else expert_shards(tensors, self.experts)
-
     def even(self, batches: Sequence[dict[str, Tensor]], ranks: Parallel) -> list[dict[str, Tensor]]:
         """As many micro-batches as the rank with most has, filled up with copies that have no target. ValueError without any."""
         batches = list(batches)
@@ -174,6 +167,17 @@ class Layout:
         return whole
 
 
+@contextlib.contextmanager
+def measuring(model: nn.Module) -> Iterator[bool]:
+    """While open, whether this rank can measure the model: all ranks (together), or the writer alone, to which a pipeline lends
+    the whole. All ranks enter it."""
+    if model.parts is None:
+        yield True
+        return
+    with model.parts.lent():
+        yield model.parts.rank == 0
+
+
 def _divides(key: str, part: int, world: int) -> None:
     if world % part:
         raise ValueError(f"parallel.{key} is {part}, which does not divide the {world} ranks of this run")
@@ -197,7 +201,8 @@ def _pipeline(model: GlmMoeDsa, settings: ParallelSettings, ranks: Parallel, sec
     specs = place_stages(model.cfg, settings, section)
     ranks.check_same(model)  # while all ranks have all of it
     grid = Grid.create(settings.pipeline)
-    return Layout(grid.replica, grid.data, parts=Parts(model, specs, grid, ranks.control))
+    model.parts = Parts(model, specs, grid, ranks.control)
+    return Layout(grid.replica, grid.data, parts=model.parts)
 
 
 def apply_parallelism(

@@ -1,6 +1,6 @@
 """A stage's output written by all ranks: one Hugging Face checkpoint in shards, of which no rank holds or sends the whole.
 
-    if output_bytes(...) > MAX_SHARD_BYTES: write_output(layout, model, optimizer, ranks, folder)
+    save_output(layout, model, ranks, folder, tokenizer, optimizer)        # all ranks
 
 Each rank writes the tensors that it owns into shards of its own (its experts; its layers; of what all hold, whole tensors
 shared out by size), the writer then the index, the configuration and the tokenizer. Optimizer state goes into one file per
@@ -21,8 +21,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint import MAX_SHARD_BYTES, copy_tokenizer, disk_tensors, shard_names, unfused, write_configs
+from model.checkpoint import (
+    MAX_SHARD_BYTES,
+    copy_tokenizer,
+    disk_tensors,
+    save_checkpoint,
+    shard_names,
+    unfused,
+    write_configs,
+)
 from model.expert_parallel import local_experts
+from model.state_parts import Piece
 from model.transformer import GlmMoeDsa
 from tasks.parallel import Parallel, current
 from tasks.resume_files import Stored, complete, part_files, part_name, read_headers, write_part
@@ -130,6 +139,29 @@ def write_output(
 
     sizes = on_all(ranks, write_own)
     on_all(ranks, write_rest)
+
+
+def save_output(
+    layout: Any,
+    model: GlmMoeDsa,
+    ranks: Parallel,
+    folder: Path,
+    tokenizer: Path | None = None,
+    optimizer: Any = None,
+    limit: int = MAX_SHARD_BYTES,
+) -> None:
+    """`write_output` where several ranks hold a model of more than `limit` bytes; else one process's file, by the writer."""
+    if ranks.world > 1 and output_bytes(layout, model, ranks) > limit:
+        write_output(layout, model, ranks, folder, tokenizer, optimizer, limit)
+        return
+    state = optimizer.state_tensors() if optimizer is not None else {}
+    model = layout.whole_model(model)
+    if not ranks.is_writer:
+        return
+    save_checkpoint(model, folder, tokenizer, limit)
+    if optimizer is not None:
+        (folder / OPTIMIZER).mkdir()
+        write_part(folder / OPTIMIZER / part_name(OPTIMIZER, 0, 1), [Piece.whole(*item) for item in state.items()])
 
 
 def saved_optimizer(folder: Path) -> Mapping[str, Tensor] | None:

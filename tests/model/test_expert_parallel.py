@@ -8,8 +8,17 @@ import torch
 
 from model import all_to_all
 from model.all_to_all import make_route
-from model.expert_parallel import exchange_bytes, expert_shards, is_expert, local_experts, shard_experts, whole_experts
+from model.expert_parallel import (
+    LocalExperts,
+    exchange_bytes,
+    is_expert,
+    local_experts,
+    placed,
+    shard_experts,
+    whole_experts,
+)
 from model.moe import MoE
+from model.state_parts import InMemory, Piece, Region
 from model.transformer import GlmMoeDsa
 from tasks.trainer import computing_in
 from tests.model.ranks import run_ranks
@@ -189,12 +198,18 @@ def test_experts_must_split_evenly():
         local_experts(8, Five)
 
 
-def test_shards_are_the_inverse_of_the_whole():
+def test_local_experts_are_read_and_written_in_their_place():
     class Second:
         rank, size = 1, 2
 
     tensors = {"a.mlp.experts.down_proj": torch.arange(24.0).view(4, 2, 3), "a.norm.weight": torch.ones(3)}
-    shards = expert_shards(tensors, Second)
-    assert torch.equal(shards["a.mlp.experts.down_proj"], tensors["a.mlp.experts.down_proj"][2:])
-    assert torch.equal(shards["a.norm.weight"], torch.ones(3))
+    local, name = LocalExperts(InMemory(tensors), Second), "a.mlp.experts.down_proj"
+    assert local.shape(name) == (2, 2, 3) and torch.equal(local[name], tensors[name][2:])
+    assert torch.equal(local.read(name, Region.range(1, 9)), tensors[name][2:].reshape(-1)[1:9])
+    assert torch.equal(local["a.norm.weight"], torch.ones(3))
+    piece = placed(Piece.whole(name, local[name]), Second)
+    assert piece.shape == (4, 2, 3) and piece.region == Region.range(12, 24)
+    part = placed(Piece.part(name, (2, 2, 3), local[name].reshape(-1)[1:9], Region.range(1, 9)), Second)
+    assert torch.equal(part.region.view(tensors[name]).reshape(-1), part.values)
+    assert placed(Piece.whole("a.mlp.experts.down_proj.step", torch.tensor(1.0)), Second) is None
     assert is_expert("m.mlp.experts.gate_up_proj.momentum") and not is_expert("m.mlp.shared_experts.down_proj.weight")
