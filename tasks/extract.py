@@ -12,7 +12,9 @@ import re
 import sys
 import threading
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +22,21 @@ from tasks.extract_model import Blocks, load, segment
 from tasks.extract_scan import CELL, IN_PRE, LIST_DEPTH, LIST_ITEM, ROW, TAG_ID
 
 REPLACEMENT = "\ufffd"
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\u200b]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\xad\ufeff\u200b]")  # U+00AD: where a word may be broken
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _TRAILING = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
 _WESTERN = ("windows-1252", "cp1252", "iso-8859-1", "iso-8859-15", "latin1", "latin-1", "us-ascii", "ascii")
 _HIGH, _LETTERS = re.compile(rb"[\xc0-\xff]"), re.compile(rb"[A-Za-z]")
+_PAIR = re.compile(rb"[\x81-\xfe][\x40-\x7e\x80-\xfe]")
+# What browsers read under these names: each a larger set than Python's codec of the name.
+_LARGER = {"shift_jis": "cp932", "euc_kr": "cp949", "gbk": "gb18030", "gb2312": "gb18030", "big5": "big5hkscs"}
+_ESCAPES = (  # encodings of seven bits, told by how they change sets
+    (re.compile(rb"\x1b\$[@B]"), "iso2022_jp"),
+    (re.compile(rb"\x1b\$\)C"), "iso2022_kr"),
+    (re.compile(rb"~\{[!-}]{8,}~\}"), "hz"),
+)
+_HANGUL = re.compile("[\uac00-\ud7a3]")
+_WIDE = re.compile("[^\x00-\x7f]")
 _TAG = re.compile(r"<[a-zA-Z!/?]")
 _CLASS = re.compile(r'(?:class|data-lang|data-language|lang)="([^"]*)"')
 _LANGUAGE = re.compile(r"(?:^|\s)(?:language|lang|highlight-source|highlight|brush:?|src|code)[-:\s]\s*([\w+#.-]+)")
@@ -35,6 +47,7 @@ _HLJS = re.compile(r"\bhljs\s+([a-z][\w+#]*)|^([a-z][\w+#]*)\s+hljs\b|\bsourceCo
 _LANG = re.compile(r'\blang="([^"]*)"')
 _GUTTER = re.compile(r"[\d\s]+")
 _CODE_SIGNS = re.compile(r"[{}();=<>\[\]\\$]")
+MAX_TAGS = 400_000  # about 700 MB and 3 s; pages of 32 MB that hold nothing but tags take ten times that
 CODE_SIGN_SHARE = 0.04  # signs of code per character above which a <pre> without other cues is code
 
 
@@ -71,7 +84,8 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
         raise NotText("empty body")
     if body[:5] in (b"%PDF-", b"\x89PNG\r", b"GIF89", b"GIF87") or body[:2] in (b"PK", b"\x1f\x8b", b"\xff\xd8"):
         raise NotText("a binary format, not HTML")
-    boms = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+    boms = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"))
+    boms += ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
     candidates = [name for mark, name in boms if body.startswith(mark)] or _without_mark(body)
     if not candidates:
         try:
@@ -80,18 +94,24 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
             if _nearly_utf8(body):
                 return body.decode("utf-8", "replace"), "utf-8"
         else:
-            if "\x00" not in text and not (body.isascii() and (b"\x1b" in body or b"~{" in body)):  # ISO-2022, HZ
+            if body.isascii() and (b"\x1b$" in body or b"~{" in body):
+                candidates = [name for form, name in _ESCAPES if form.search(body)][:1]
+            if "\x00" not in text and not candidates:
                 return text, "utf-8"
+    marked = bool(candidates)
     candidates += [http_charset, detect_encoding(body, from_html_meta=True), detect_encoding(body)]
     names = [_browser_name(name) for name in (*candidates, "utf-8", "windows-1252") if name]
     words = re.sub(rb"(?s)<[^>]*>", b"", body[:100_000])
     high = len(_HIGH.findall(words))
-    if high > 20 and high > len(_LETTERS.findall(words)):
+    rest, pairs = _PAIR.subn(b"", words)  # the second byte of a pair may look like a letter
+    if max(high, pairs) > 20 and max(high, pairs) > len(_LETTERS.findall(rest)):
         names.sort(key=lambda name: name in _WESTERN)
+        if not marked and _is_korean(words):
+            names.insert(0, "euc_kr")
     best, best_bad, best_name = "", 1.0, ""
     for name in dict.fromkeys(names):
         try:
-            text = body.decode(name, "replace")
+            text = body.decode(_LARGER.get(name, name), "replace")
         except (LookupError, UnicodeError):
             continue
         bad = (text.count(REPLACEMENT) + text.count("\x00")) / max(1, len(text))
@@ -109,9 +129,16 @@ def _browser_name(name: str) -> str:
     from resiliparse.parse.encoding import map_encoding_to_html5
 
     name = name.strip().lower()
-    if name in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"):
+    if name in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "iso2022_jp", "iso2022_kr", "hz"):
         return name
     return (map_encoding_to_html5(name, False) or name).lower()
+
+
+def _is_korean(words: bytes) -> bool:
+    """Whether bytes read as EUC-KR are nearly all Hangul, which resiliparse's detection does not know."""
+    text = words.decode("euc_kr", "replace")
+    wide = len(_WIDE.findall(text))
+    return text.count(REPLACEMENT) * 20 <= wide and len(_HANGUL.findall(text)) > 0.85 * wide
 
 
 def _without_mark(body: bytes) -> list[str]:
@@ -138,9 +165,12 @@ def clean_text(text: str) -> str:
     return _tidy(text).strip()
 
 
-def _tidy(text: str) -> str:
+def _tidy(text: str, blank_lines: bool = True) -> str:
+    """`blank_lines`: cut runs of them, as outside code."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u00a0", " "))
-    return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).encode("utf-8", "ignore").decode("utf-8")
+    text = _TRAILING.sub("", text)
+    text = _BLANK_LINES.sub("\n\n", text) if blank_lines else text
+    return text.encode("utf-8", "ignore").decode("utf-8")
 
 
 class _Last(threading.local):
@@ -157,7 +187,14 @@ _last = _Last()
 def _blocks(body: bytes, http_charset: str) -> Blocks:
     if _last.page is not None and _last.body is body and _last.charset == http_charset:
         return _last.page
-    return segment(decode_html(body, http_charset)[0])[0]
+    return _segment(decode_html(body, http_charset)[0])[0]
+
+
+def _segment(html: str) -> tuple[Blocks, Any]:
+    """(blocks, parse tree); NotText for a page of so many tags that it would fill memory."""
+    if (tags := html.count("<")) > MAX_TAGS:
+        raise NotText(f"{tags} tags, more than {MAX_TAGS}")
+    return segment(html)
 
 
 def extract_page(body: bytes, http_charset: str = "") -> Extracted:
@@ -165,7 +202,7 @@ def extract_page(body: bytes, http_charset: str = "") -> Extracted:
     html, charset = decode_html(body, http_charset)
     if not _TAG.search(html):
         return Extracted(clean_text(html), "", "", charset)
-    page, tree = segment(html)
+    page, tree = _segment(html)
     _last.body, _last.charset, _last.page = body, http_charset, page
     lang = _LANG.search(_attributes(page, 1)) if len(page.elements) > 1 else None  # the html element, always the first
     title = " ".join((tree.title or "").split()).encode("utf-8", "ignore").decode("utf-8")
@@ -219,16 +256,19 @@ def render(page: Blocks, kept: np.ndarray) -> tuple[str, int]:
         tight = item and last_item and owners[index] == TAG_ID["li"]
         out.append(("\n" if tight else "\n\n") + text)
         last_row, last_item = -1, bool(item)
-    return _tidy("".join(out)).strip("\n").rstrip() if code else clean_text("".join(out)), code
+    if not code:
+        return clean_text("".join(out)), 0
+    parts = ("".join(run) for _, run in groupby(out, key=lambda part: part.lstrip("\n").startswith("```")))
+    return "".join(_tidy(p, not p.lstrip("\n").startswith("```")) for p in parts).strip("\n").rstrip(), code
 
 
 def _code(page: Blocks, rest: np.ndarray, pre: int) -> str:
     """The blocks of one <pre>, fenced when it is code."""
     parts = []
-    for b in rest.tolist():
+    for b in rest:
         if page.stats[b, IN_PRE] != pre:
             break
-        parts.append(page.string(b))
+        parts.append(page.string(int(b)))
     text = "\n".join(parts).strip("\n")
     if not _is_code(page, pre, text):
         return f"\n\n{text}"
@@ -287,13 +327,13 @@ def code_blocks(body: bytes, http_charset: str = "") -> list[tuple[str, str]]:
 
     Columns of line numbers are left out. NotText when the bytes are no page.
     """
-    page, found, pre = _blocks(body, http_charset), [], 0
-    numbers = np.arange(len(page))
-    for b in np.flatnonzero(page.stats[:, IN_PRE] > 0).tolist():
-        if page.stats[b, IN_PRE] == pre:
-            continue
-        pre = int(page.stats[b, IN_PRE])
-        text = "\n".join(page.string(k) for k in numbers[b:][page.stats[b:, IN_PRE] == pre].tolist()).strip("\n")
+    page, found = _blocks(body, http_charset), []
+    blocks: dict[int, list[int]] = {}
+    inside = np.flatnonzero(page.stats[:, IN_PRE] > 0)
+    for b, pre in zip(inside.tolist(), page.stats[inside, IN_PRE].tolist(), strict=True):
+        blocks.setdefault(int(pre), []).append(b)
+    for pre, own in blocks.items():
+        text = "\n".join(map(page.string, own)).strip("\n")
         if _GUTTER.fullmatch(text) or not _is_code(page, pre, text):
             continue
         found.append((_language(page, pre), _TRAILING.sub("", _CONTROL.sub("", text))))

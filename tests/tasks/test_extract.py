@@ -297,3 +297,45 @@ def _page() -> str:
     text = "<p>" + "The sea was calm that day, and the boats went out before dawn. " * 5 + "</p>"
     code = "<pre><code>a = 1\nb = 2</code></pre>"
     return f"<html><body><nav><a href=x>Home</a></nav>{text}{code}{text}<footer>Imprint</footer></body></html>"
+
+
+KOREAN = "이것은 인코딩을 시험하기 위한 한국어 문장입니다. 서울은 대한민국의 수도이며 많은 사람들이 살고 있습니다. "
+
+
+@pytest.mark.parametrize(
+    "text, encoding, declared",
+    [
+        (KOREAN, "euc_kr", ""),
+        (KOREAN, "cp949", '<meta charset="iso-8859-1">'),
+        (KOREAN, "utf-32", ""),
+        (
+            "這是一個用來測試編碼的中文段落。臺北是一個充滿活力的城市，擁有許多夜市與博物館。",
+            "big5",
+            '<meta charset="iso-8859-1">',
+        ),
+        ("これは日本語の文章です。文字コードの判定を確かめるために。", "iso2022_jp", '<meta charset="utf-8">'),
+        ("这是一个用来测试编码的中文段落。北京是中国的首都，拥有悠久的历史。", "hz", ""),
+        ("①番の記事です。髙橋さんが書いた、ⅠとⅡの章について。", "cp932", '<meta charset="shift_jis">'),
+    ],
+)
+def test_wide_charsets_undeclared_or_declared_wrongly(text, encoding, declared):
+    body = f"<html><head>{declared}</head><body><p>{text}</p><p>{text}</p></body></html>".encode(encoding)
+    assert text.strip() in extract_page(body).text
+
+
+def test_blank_lines_of_code_stay_and_breaking_hints_go():
+    code = "def f():\n    return 1\n\n\ndef g():\n\n\n\n    return 2"
+    page = (
+        f"<p>The ex\u00adtra\u00adordi\u00adnary function below shows how it is written.</p><pre><code>{code}</code></pre>"
+        + ("<p>And this paragraph explains at some length what the two functions above do, and why.</p>" * 2)
+    )
+    text = extract_page(page.encode()).text
+    assert f"```\n{code}\n```" in text and "extraordinary" in text
+    assert "\n\n\n" not in text.replace(code, "")
+
+
+def test_pages_of_nothing_but_tags_take_bounded_time_and_memory():
+    with pytest.raises(NotText, match="tags"):
+        extract_page(b"<b>" * 500_000)
+    body = b"<p>Some text about it here.</p>" + b"<pre>x = 1;</pre>" * 20_000  # slow, were it quadratic
+    assert len(code_blocks(body)) == 20_000 and extract_page(body).code_blocks
