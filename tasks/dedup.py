@@ -40,6 +40,7 @@ CLUSTERS_SCHEMA = pa.schema(
     + [("sample", pa.list_(pa.string()))]
 )
 SAMPLE = 5  # ids of a cluster that the report names
+GROUP = 4096  # rows of a table that the driver holds at a time
 DUPLICATES_SCHEMA = pa.schema(
     [("id", pa.string()), ("keeper", pa.string()), ("reason", pa.string()), ("similarity", pa.float64())]
 )
@@ -48,8 +49,10 @@ REMOVED = ("id", "source", "domain", "text")  # columns that the exclusions need
 
 class Config(mapshuffle.EngineConfig):
     ngram: int = Field(5, ge=1, le=64, description="words per shingle")
-    bands: int = Field(16, ge=1, description="LSH bands; candidates share all rows of at least one")
-    rows: int = Field(8, ge=1, description="signature values per band; bands * rows permutations are computed")
+    bands: int = Field(25, ge=1, description="LSH bands; candidates share all rows of at least one")
+    rows: int = Field(
+        5, ge=1, description="signature values per band; a pair of similarity s is found by 1 - (1 - s^rows)^bands"
+    )
     threshold: float = Field(0.8, gt=0, le=1, description="true Jaccard similarity from which two texts are duplicates")
     quality_column: str = Field("quality", description="score column that ranks duplicates; absent counts as 0")
     across_domains: bool = Field(True, description="compare documents of different domains too")
@@ -122,7 +125,7 @@ def search(job: dedup_steps.Job, engine: mapshuffle.Engine, watch: Callable = _u
     sizes[1] = job.starts[-1] - sum(size * count for size, count in sizes.items())
     return {
         "clusters": size_histogram(sizes),
-        "largest_cluster": max(size for size, count in sizes.items() if count),
+        "largest_cluster": max((size for size, count in sizes.items() if count), default=1),
         "largest": list(itertools.islice(clusters(job), SAMPLE)),
         "near_pairs": {"compared": compared, "verified": verified},
         "split_groups": split,
@@ -283,8 +286,9 @@ def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _write_rows(path: Path, rows: Iterator[dict[str, Any]], schema: pa.Schema) -> None:
     """A table as `documents.write_table` writes it, a group of rows in memory at a time."""
     with pq.ParquetWriter(path, schema, compression="zstd", compression_level=3, version="2.6") as writer:
-        while group := list(itertools.islice(rows, 4096)):
+        while group := list(itertools.islice(rows, GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            group.clear()  # before the next is read
 
 
 def run(stage: Stage) -> None:

@@ -215,6 +215,8 @@ class LocalEngine(Engine):
                     run_shard(*task)
                 except ValueError as error:
                     raise ShardError(f"shard {name}: {error}") from error
+                except OSError as error:  # a full disk, say
+                    raise ShardError(f"shard {name}: {type(error).__name__}: {error}") from error
                 yield name
             return
         todo, deaths = list(reversed(tasks)), dict.fromkeys((name for name, _ in tasks), 0)

@@ -1,39 +1,43 @@
 """Near-duplicate search: documents per CPU second, planted recall and memory beside peers, and how the stage's cost grows.
 
     python -m tests.bench.dedup                        # 20,000 documents beside datasketch, rensa and datatrove
-    python -m tests.bench.dedup --grow 10000 100000    # the whole dedup stage, files in and out; add 1000000 for the million
+    python -m tests.bench.dedup --curve                # what other bands and rows find, by similarity, and cost
+    python -m tests.bench.dedup --grow 10000 100000    # the whole dedup stage and its memory (tests/bench/growth.py)
     python -m tests.bench.dedup --overlap              # decontamination: documents per CPU second
 
 The documents are 300-word chunks of real ones (data/web, data/code, data/math; data/acquire's are read through them), with
-one in twenty a planted near-duplicate: six words replaced, in one run (`run`: true Jaccard similarity about .94, where any
-16 x 8 LSH should find all) or spread (`spread`: about .82, right at the threshold, where 16 bands of 8 rows find .97 of
-them by construction). Word 5-grams, 128 permutations, 16 bands of 8 rows, shingling included; ours verifies its candidates
-by true Jaccard similarity besides. Recall is over planted pairs: candidates for the peers, verified clusters for ours, of
-those whose true similarity reaches the threshold. More documents than there are come from perturbing real ones: every
-word in twenty replaced, which is no near-duplicate. Peers that are not installed are skipped with a word.
+one in twenty a planted near-duplicate: six words replaced, in one run (`run`: true Jaccard similarity about .94) or spread
+(`spread`: about .82, right at the threshold). A pair of similarity s is a candidate with probability 1 - (1 - s^rows)^bands:
+16 bands of 8 rows, as is usual and as the peers have here, find .947 of pairs at .80 and .974 at .82; the stage's own 25
+bands of 5 find .99995 at .80 for as many permutations, and its check by true similarity costs little for the more
+candidates (--curve). Word 5-grams, shingling included; ours verifies besides. Recall is over planted pairs: candidates for
+the peers, verified clusters for ours, of those whose true similarity reaches the threshold. More documents than there are
+come from perturbing real ones: fifteen words in a hundred changed, which is no near-duplicate. Peers that are not
+installed are skipped with a word.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
+import itertools
 import random
 import resource
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from unittest import mock
 
+import numpy as np
+
 from tasks import documents, minhash, shingles
+from tasks.dedup import Config
 from tasks.params import ROOT
 
 REQUIRED = 12_000  # documents per CPU second, ours
-WORDS, REPLACED, NGRAM, BANDS, ROWS, THRESHOLD = 300, 6, 5, 16, 8, 0.8
+WORDS, REPLACED, NGRAM, THRESHOLD = 300, 6, 5, 0.8
+BANDS, ROWS = 16, 8  # of the peers: 128 permutations, as is usual
 
 
 def chunks() -> Iterator[str]:
@@ -45,39 +49,55 @@ def chunks() -> Iterator[str]:
                 yield from (" ".join(words[i : i + WORDS]) for i in range(0, len(words) - WORDS + 1, WORDS))
 
 
-def plant(text: str, rng: random.Random, kind: str) -> str:
-    """Six words replaced: in one run, or spread over the text."""
+def plant(text: str, rng: random.Random, kind: str, replaced: int = REPLACED) -> str:
+    """Words replaced: in one run, or spread over the text."""
     words = text.split()
-    start = rng.randrange(len(words) - REPLACED)
-    places = range(start, start + REPLACED) if kind == "run" else rng.sample(range(len(words)), REPLACED)
+    start = rng.randrange(len(words) - replaced)
+    places = range(start, start + replaced) if kind == "run" else rng.sample(range(len(words)), replaced)
     for place in places:
         words[place] = f"planted{rng.randrange(10**6)}"
     return " ".join(words)
 
 
-def corpus(count: int, kind: str, seed: int = 0) -> tuple[list[str], list[tuple[int, int]]]:
-    """(documents, planted pairs): 19 of 20 documents chunks, perturbed ones when there are too few, then the planted."""
+def stream(count: int, kind: str = "run", seed: int = 0, pairs: list[tuple[int, int]] | None = None) -> Iterator[str]:
+    """19 of 20 documents are chunks, perturbed ones when there are too few, then come the planted; `pairs` gets theirs."""
     rng = random.Random(seed)
     real = list(chunks())
     if len(real) < 100:
         raise SystemExit("bench dedup: no documents in data/web, data/code, data/math; run those stages first")
     rng.shuffle(real)
     originals = count - count // 20
-    texts = real[:originals]
-    while len(texts) < originals:
-        words = real[len(texts) % len(real)].split()
-        for place in rng.sample(range(len(words)), len(words) // 20 * 3):
-            words[place] = f"{words[place]}{rng.randrange(100)}"
-        texts.append(" ".join(words))
-    pairs = [(i, originals + k) for k, i in enumerate(rng.sample(range(originals), count - originals))]
-    return texts + [plant(texts[i], rng, kind) for i, _ in pairs], pairs
+    wanted = rng.sample(range(originals), count - originals)
+    places, kept = {i: k for k, i in enumerate(wanted)}, {}
+    for number in range(originals):
+        text = real[number % len(real)]
+        if number >= len(real):
+            words = text.split()
+            for place in rng.sample(range(len(words)), len(words) // 20 * 3):
+                words[place] = f"{words[place]}{rng.randrange(100)}"
+            text = " ".join(words)
+        if number in places:
+            kept[number] = text
+        yield text
+    for k, i in enumerate(wanted):
+        if pairs is not None:
+            pairs.append((i, originals + k))
+        yield plant(kept[i], rng, kind)
+
+
+def corpus(count: int, kind: str, seed: int = 0) -> tuple[list[str], list[tuple[int, int]]]:
+    """(documents, planted pairs), in memory."""
+    pairs: list[tuple[int, int]] = []
+    return list(stream(count, kind, seed, pairs)), pairs
 
 
 # ---- contestants: texts -> (function that says whether a pair was found, candidate pairs) -------------------------
 
 
-def ours(texts: list[str]) -> tuple[Callable[[int, int], bool], int]:
-    found = minhash.near_duplicates(texts, NGRAM, BANDS, ROWS, THRESHOLD)
+def ours(texts: list[str], bands: int | None = None, rows: int | None = None) -> tuple[Callable[[int, int], bool], int]:
+    """With the stage's own bands and rows, or others."""
+    config = Config()
+    found = minhash.near_duplicates(texts, NGRAM, bands or config.bands, rows or config.rows, THRESHOLD)
     return lambda i, j: found.root[i] == found.root[j], found.compared
 
 
@@ -139,7 +159,13 @@ def datatrove(texts: list[str]) -> tuple[Callable[[int, int], bool], int]:
     return _pairs(partners)
 
 
-PEERS = {"ours": ours, "datasketch": datasketch, "rensa": rensa, "datatrove": datatrove}
+PEERS = {
+    "ours": ours,
+    "ours 16x8": partial(ours, bands=BANDS, rows=ROWS),
+    "datasketch": datasketch,
+    "rensa": rensa,
+    "datatrove": datatrove,
+}
 
 
 def compare(count: int, kind: str, names: list[str], repeats: int) -> dict[str, dict]:
@@ -160,14 +186,14 @@ def compare(count: int, kind: str, names: list[str], repeats: int) -> dict[str, 
             print(f"  {name:11} skipped: {error}")
             continue
         best, before = float("inf"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(repeats if name == "ours" else 1):
+        for _ in range(repeats if name.startswith("ours") else 1):
             start = time.process_time()
             found, candidates = PEERS[name](texts)
             best = min(best, time.process_time() - start)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         recall = sum(found(*pair) for pair in similar) / max(1, len(similar))
         rows[name] = {"docs_per_s": count / best, "mb_per_s": size / best, "candidates": candidates, "recall": recall}
-        version = "" if name == "ours" else importlib.metadata.version(name)
+        version = "" if name.startswith("ours") else importlib.metadata.version(name)
         print(
             f"  {name:11}{version:9} {count / best:8.0f} documents/s  {size / best:6.1f} MB/s  recall {recall:.3f}  "
             f"{candidates} pairs  +{grown:.0f} MB",
@@ -176,46 +202,34 @@ def compare(count: int, kind: str, names: list[str], repeats: int) -> dict[str, 
     return rows
 
 
-# ---- the whole stage ---------------------------------------------------------------------------------------------
+# ---- what a choice of bands and rows finds -----------------------------------------------------------------------
 
-STAGE = """
-import json, resource, sys, time
-from pathlib import Path
-from tasks import dedup
-from tasks.stage import run_stage_for_test
-if __name__ == "__main__":
-    tmp, workers = Path(sys.argv[1]), int(sys.argv[2])
-    dedup.minhash.near_duplicates(["warm"], 2, 2, 2, 0.5)
-    began, cpu = time.monotonic(), time.process_time()
-    run_stage_for_test(dedup, {"workers": workers}, deps={"data/web": tmp / "in"}, outs=["data/dedup"], tmp=tmp)
-    usage = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = time.process_time() - cpu + usage[1].ru_utime + usage[1].ru_stime
-    own = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))  # ru_maxrss has the parent's
-    rss = max(own, usage[1].ru_maxrss) / 1024
-    print(json.dumps({"cpu": cpu, "wall": time.monotonic() - began, "rss_mb": rss}))
-"""
+SHAPES = ((16, 8), (18, 7), (21, 6), (25, 5))
 
 
-def grow(counts: list[int], workers: int) -> None:
-    """The dedup stage from parquet to parquet at growing sizes: documents per CPU second, peak memory of one process."""
-    print(f"dedup stage, {workers} worker(s), peak memory of the largest process")
-    for count in counts:
-        with tempfile.TemporaryDirectory() as tmp:
-            texts, planted = corpus(count, "run")
-            rows = (documents.document(text, f"bench/{i}", "web") for i, text in enumerate(texts))
-            written = documents.write_documents(Path(tmp) / "in", rows)
-            del texts
-            (Path(tmp) / "stage.py").write_text(STAGE)
-            command = [sys.executable, f"{tmp}/stage.py", tmp, str(workers)]
-            out = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE)
-            cost = json.loads(out.stdout.splitlines()[-1])
-            found = json.loads((Path(tmp) / "metrics/dedup.json").read_text())
-            free = shutil.disk_usage(tmp).free >> 30
+def curve(count: int) -> None:
+    """Share of pairs that meet in a band by true Jaccard similarity, beside 1 - (1 - s^rows)^bands; cost of each shape."""
+    rng = random.Random(1)
+    texts = list(itertools.islice(stream(count), count - count // 20))
+    changed = [plant(text, rng, "spread", rng.randrange(2, 10)) for text in texts]
+    values, starts = shingles.shingle_sets([t for pair in zip(texts, changed) for t in pair], NGRAM)
+    sets = [values[a:b] for a, b in zip(starts, starts[1:])]
+    similar = np.array([minhash.jaccard(a, b) for a, b in zip(sets[::2], sets[1::2])])
+    steps = (0.75, 0.80, 0.82, 0.85, 0.90)
+    shares = [similar[abs(similar - s) < 0.01] for s in steps]
+    print("found / by the formula" + "".join(f"{s:10.2f} ({len(part)})" for s, part in zip(steps, shares)))
+    for bands, rows in SHAPES:
+        keys, start = [], time.process_time()
+        for side in (texts, changed):
+            parts = (minhash.sketch(side[i : i + 512], NGRAM, bands, rows).bands for i in range(0, len(side), 512))
+            keys.append(np.concatenate(list(parts)))
+        cpu, met = time.process_time() - start, (keys[0] == keys[1]).any(axis=1)
+        cells = [
+            f"{met[abs(similar - s) < 0.01].mean():.4f} / {(1 - (1 - part**rows) ** bands).mean():.4f}"
+            for s, part in zip(steps, shares)
+        ]
         print(
-            f"  {count:8} documents {written['bytes'] / 1e6:7.0f} MB: {count / cost['cpu']:6.0f} documents/s per core, "
-            f"wall {cost['wall']:.0f} s, {cost['rss_mb']:.0f} MB; {sum(found['removed'].values())} removed of "
-            f"{len(planted)} planted and what the originals repeat; {found['near_pairs']}; {free} GB disk left",
-            flush=True,
+            f"  {bands} bands of {rows}: " + "  ".join(cells) + f"  {2 * len(texts) / cpu:.0f} sketches/s", flush=True
         )
 
 
@@ -244,10 +258,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--grow", type=int, nargs="+", help="sizes at which to run the whole stage")
     parser.add_argument("--workers", type=int, default=2, help="with --grow")
+    parser.add_argument("--curve", action="store_true", help="recall by similarity for several shapes")
     parser.add_argument("--overlap", action="store_true")
     args = parser.parse_args()
     if args.grow:
-        grow(args.grow, args.workers)
+        from tests.bench import growth
+
+        growth.main(["dedup", "--workers", str(args.workers), "--sizes", *map(str, args.grow)])
+    elif args.curve:
+        curve(args.documents)
     elif args.overlap:
         overlap(args.documents)
     else:
