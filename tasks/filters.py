@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,15 +23,28 @@ import numpy as np
 
 Bounds = tuple[float | None, float | None] | None
 UNSPACED = frozenset("zh ja th lo km my bo wuu yue".split())  # scripts without blanks between words
+UNMARKED = frozenset("th lo".split())  # languages that end a sentence with a blank, not with a mark
+# Characters to a word in alphabets written without blanks, where n-grams are over this many times more of them.
+_LETTERS_PER_WORD = {"th": 4, "lo": 4, "km": 4, "my": 4, "bo": 2}
+# Languages of long words (suffixes upon suffixes), whose good text exceeds Gopher's mean length, made for English.
+_LONG_WORDS = frozenset("ml ta kn te kl iu".split())
+# Ends of sentences beyond ASCII (Unicode's Sentence_Terminal): Armenian, Arabic, Syriac, Indic, Tibetan, Burmese, Ethiopic,
+# Khmer, Mongolian, Chinese and Japanese.
+SENTENCE_MARKS = (
+    "\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u0964\u0965\u0f0d\u0f0e\u104a\u104b\u1362\u1367\u1368\u17d4\u17d5"
+    "\u1803\u1809\u1c7e\u1c7f\u203c\u203d\u2047\u2048\u2049\u3002\uff01\uff0e\uff1f\uff61"
+)
 _WORD = re.compile(r"\S+")
 _HAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u0f00-\u0fff]")
 BULLET = re.compile(r"\s*(?:[-*\u2022\u2023\u25b6\u25cf\u25e6\u2013\u2014>]|\d{1,3}[.)])\s")
-_SENTENCE_END = tuple(".!?;:\"'\u201d\u2019\u3002\uff01\uff1f)")
+_SIGNS = "".join(c for c in map(chr, range(0x0E00, 0x1800)) if unicodedata.category(c)[0] == "M") + "\u0f0b\u0f0c"
+_UNSPACED_WORD = re.compile(rf"{_HAN.pattern}[{_SIGNS}]*|[^\s{_HAN.pattern[1:-1]}]+")  # a letter with its vowel signs
+_SENTENCE_END = (*".!?;:\"'\u201d\u2019\u00bb\u300d\u300f\uff09\uff1a\uff1b)", *SENTENCE_MARKS)
 _POLICY = re.compile(  # of lower-case text
     r"terms of (?:use|service)|privacy policy|cookie policy|uses? cookies|all rights reserved|powered by|"
     r"(?:sign|log) ?(?:in|up)\b|forgot(?:ten)? (?:your )?password|javascript|subscribe|newsletter|copyright \W?\d{4}"
 )
-_SENTENCE = re.compile(r"[.!?]+[\"\u201d\u2019)]*(?=\s|$)|[\u3002\uff01\uff1f]")
+_SENTENCE = re.compile(rf"[.!?]+[\"\u201d\u2019)]*(?=\s|$)|[{SENTENCE_MARKS}]+")
 _GOPHER_WORDS = frozenset("the be to of and that have with".split())
 _LOREM = re.compile(r"lorem ipsum|dolor sit amet", re.IGNORECASE)
 STOP_WORDS = {
@@ -53,9 +67,9 @@ class Stats:
 
     @cached_property
     def words(self) -> list[str]:
-        """Blank-separated words; characters in scripts that write no blanks."""
+        """Blank-separated words; letters with their signs in scripts that write no blanks."""
         if self.lang in UNSPACED:
-            return [w for w in re.findall(rf"{_HAN.pattern}|[^\s{_HAN.pattern[1:-1]}]+", self.text)]
+            return _UNSPACED_WORD.findall(self.text)
         return _WORD.findall(self.text)
 
     @cached_property
@@ -109,8 +123,8 @@ def words(s: Stats) -> float:
 
 @measure
 def mean_word_length(s: Stats) -> float | None:
-    """Mean characters per word (Gopher: 3 to 10); not for unspaced scripts."""
-    return None if s.lang in UNSPACED else _share(sum(map(len, s.words)), len(s.words))
+    """Mean characters per word (Gopher: 3 to 10); not for unspaced scripts, nor for languages of long words."""
+    return None if s.lang in UNSPACED or s.lang in _LONG_WORDS else _share(sum(map(len, s.words)), len(s.words))
 
 
 @measure
@@ -163,9 +177,9 @@ def different_stop_words(s: Stats) -> float | None:
 
 
 @measure
-def sentences(s: Stats) -> float:
-    """Number of sentence ends (C4: at least 3 in a page of kept lines)."""
-    return float(len(_SENTENCE.findall(s.text)))
+def sentences(s: Stats) -> float | None:
+    """Number of sentence ends (C4: at least 3 in a page of kept lines); not for languages that mark none."""
+    return None if s.lang in UNMARKED else float(len(_SENTENCE.findall(s.text)))
 
 
 @measure
@@ -193,9 +207,9 @@ def newline_ratio(s: Stats) -> float:
 
 
 @measure
-def sentence_lines(s: Stats) -> float:
-    """Share of lines that end like a sentence (C4's rule per line; FineWeb: at least 0.12)."""
-    return _line_share(s, lambda line: line.rstrip().endswith(_SENTENCE_END))
+def sentence_lines(s: Stats) -> float | None:
+    """Share of lines that end like a sentence (C4's rule per line; FineWeb: at least 0.12); not where no mark ends one."""
+    return None if s.lang in UNMARKED else _line_share(s, lambda line: line.rstrip().endswith(_SENTENCE_END))
 
 
 @measure
@@ -265,6 +279,7 @@ def ngram_hashes(word_ids_n: np.ndarray, n: int) -> np.ndarray:
 
 def top_ngram_share(s: Stats, n: int) -> float:
     """Share of characters in the most frequent n-gram (0 when it occurs once); ties go to the one that covers more."""
+    n *= _LETTERS_PER_WORD.get(s.lang, 1)
     hashes = ngram_hashes(s.word_ids, n)
     if len(hashes) < 2:
         return 0.0
@@ -281,6 +296,7 @@ def top_ngram_share(s: Stats, n: int) -> float:
 
 def duplicate_ngram_share(s: Stats, n: int) -> float:
     """Share of characters inside n-grams that occurred before, overlaps counted once (Gopher)."""
+    n *= _LETTERS_PER_WORD.get(s.lang, 1)
     hashes = ngram_hashes(s.word_ids, n)
     order = np.argsort(hashes, kind="stable")
     again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]  # not the first of its kind

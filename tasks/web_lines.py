@@ -22,34 +22,19 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from tasks.filters import UNSPACED
+from tasks.filters import SENTENCE_MARKS, UNMARKED, UNSPACED
 
 # C4's four, and their like in other scripts.
-END_MARKS = (
-    ".",
-    "?",
-    "!",
-    '"',
-    "\u201d",
-    "\u2019",
-    "\u00bb",
-    "\u3002",
-    "\uff1f",
-    "\uff01",
-    "\u300d",
-    "\u061f",
-    "\u06d4",
-    "\u0964",
-)
+END_MARKS = (*'.?!"\u201d\u2019\u00bb\u300d', *SENTENCE_MARKS)
 _ELLIPSES = ("...", "\u2026")
 _POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 Threshold = bool | int
 
 
 def end_mark(line: str, lang: str, limit: Threshold) -> bool:
-    """The line ends without a terminal mark, or with an ellipsis."""
+    """The line ends without a terminal mark, or with an ellipsis; not in languages that mark no end."""
     stripped = line.rstrip()
-    return not stripped.endswith(END_MARKS) or stripped.endswith(_ELLIPSES)
+    return lang not in UNMARKED and not stripped.endswith(END_MARKS) or stripped.endswith(_ELLIPSES)
 
 
 def words(line: str, lang: str, limit: Threshold) -> bool:
