@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.muon import OptimConfig, build_optimizer
-from tasks.parallel import SINGLE, ParallelSettings
+from tasks.parallel import ParallelSettings, current
 from tasks.parallel_engine import make_engine
 from tests.model.ranks import run_ranks
 from tests.tasks import rank_workspace as ws
@@ -67,15 +67,15 @@ def test_one_process_under_deepspeed(tmp_path):
     compare(found, train(0, 1, tmp_path / "b", {}))
 
 
-def test_zero_refuses_a_training_indexer():
+def zero_with_an_indexer(rank, world):
     model = micro_model()
     optimizer = build_optimizer(model, OptimConfig(muon="off"))
-    try:
-        with pytest.raises(ValueError, match="the indexer trains here"):
-            make_engine(model, optimizer, SINGLE, ParallelSettings(engine="deepspeed", zero_stage=1))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with pytest.raises(ValueError, match="the indexer trains here"):
+        make_engine(model, optimizer, current(), ParallelSettings(engine="deepspeed", zero_stage=1))
+
+
+def test_zero_refuses_a_training_indexer():
+    run_ranks(1, zero_with_an_indexer)
 
 
 @pytest.mark.slow
