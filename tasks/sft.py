@@ -9,6 +9,7 @@ dvc repro sft          python -m tasks sft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,11 +154,12 @@ def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> d
 
 def run(stage: Stage) -> None:
     """Train from the mid-trained sparse checkpoint; report held-out losses and held-out accuracy."""
-    from model.checkpoint import load_checkpoint, save_checkpoint
+    from model.checkpoint import load_checkpoint
     from model.decode import Decoder
     from model.muon import build_optimizer
     from tasks.problems import build_all
     from tasks.rl_eval import evaluate_families, load_tokenizer, sft_families
+    from tasks.spread_output import save_output
 
     config: Config = stage.config
     ranks = current()
@@ -211,14 +213,15 @@ def run(stage: Stage) -> None:
         kind=lambda step: "replay" if text is not None and step % replay.every == 0 else "",
     )
     losses = trainer.run()
-    model = layout.whole_model(model)
+    whole = save_output(layout, model, ranks, stage.out("data/sft") if ranks.is_writer else Path(), source)
+    if config.eval_problems and whole is None:  # one process generates
+        whole = layout.whole_model(model)
     if not ranks.is_writer:
         return
-    save_checkpoint(model, stage.out("data/sft"), tokenizer_dir=source)
     accuracy = {}
     if config.eval_problems:
         families = build_all(sft_families(data_dir))
-        decoder, tokenizer = Decoder(model), load_tokenizer(source)
+        decoder, tokenizer = Decoder(whole), load_tokenizer(source)
         for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             accuracy[mode] = evaluate_families(
                 decoder, tokenizer, families, config.eval_problems, stage.rng_seed("eval"), temperature=temperature

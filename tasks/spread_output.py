@@ -149,19 +149,23 @@ def save_output(
     tokenizer: Path | None = None,
     optimizer: Any = None,
     limit: int = MAX_SHARD_BYTES,
-) -> None:
-    """`write_output` where several ranks hold a model of more than `limit` bytes; else one process's file, by the writer."""
+) -> GlmMoeDsa | None:
+    """`write_output` where several ranks hold a model of more than `limit` bytes; else one process's file, by the writer.
+
+    All ranks call it. The whole model where it was joined, else None.
+    """
     if ranks.world > 1 and output_bytes(layout, model, ranks) > limit:
         write_output(layout, model, ranks, folder, tokenizer, optimizer, limit)
-        return
+        return None
     state = optimizer.state_tensors() if optimizer is not None else {}
     model = layout.whole_model(model)
     if not ranks.is_writer:
-        return
+        return model
     save_checkpoint(model, folder, tokenizer, limit)
     if optimizer is not None:
         (folder / OPTIMIZER).mkdir()
         write_part(folder / OPTIMIZER / part_name(OPTIMIZER, 0, 1), [Piece.whole(*item) for item in state.items()])
+    return model
 
 
 def saved_optimizer(folder: Path) -> Mapping[str, Tensor] | None:

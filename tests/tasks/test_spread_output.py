@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from model.checkpoint import load_checkpoint, save_checkpoint
 from tasks import spread_output
 from tasks.parallel import ParallelSettings, current
-from tasks.spread_output import output_bytes, saved_optimizer, write_output
+from tasks.spread_output import output_bytes, save_output, saved_optimizer, write_output
 from tests.model.ranks import run_ranks
 from tests.tasks.lm_case import micro_model
 from tests.tasks.resume_case import Spread, reference
@@ -107,3 +107,21 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
 
 def test_without_saved_optimizer(tmp_path):
     assert saved_optimizer(tmp_path) is None
+
+
+def small_and_large(rank, world, folder):
+    spread = Spread(folder / "store", ParallelSettings(expert=2)).fill(*reference())
+    for name in ("small", "large"):
+        if rank == 0:
+            (folder / name).mkdir()
+        limit = {"limit": LIMIT} if name == "large" else {}
+        whole = save_output(spread.layout, spread.model, current(), folder / name, None, spread.optimizer, **limit)
+        assert (whole is None) == (name == "large")
+
+
+def test_a_model_of_one_shard_is_the_file_of_one_process(tmp_path):
+    run_ranks(2, small_and_large, tmp_path)
+    names = {name: sorted(p.name for p in (tmp_path / name).rglob("*.safetensors")) for name in ("small", "large")}
+    assert names["small"] == ["model.safetensors", "optimizer.safetensors"] and len(names["large"]) > 4
+    one, many = (saved_optimizer(tmp_path / name) for name in names)
+    assert one.keys() == many.keys() and all(torch.equal(one[k], many[k]) for k in one)
