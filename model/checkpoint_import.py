@@ -100,6 +100,10 @@ class Scan:
 
 def _headers(directory: Path) -> tuple[dict[str, Stored], list[str]]:
     """Every tensor's header, checked against the index; and notes on files that no index names."""
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory} is not a directory: a checkpoint is one, with config.json and *.safetensors files"
+        )
     index = directory / INDEX
     mapped: dict[str, str] | None = None
     if index.is_file():
@@ -245,9 +249,7 @@ def _place(scan: Scan, name: str, expected: dict[str, Tensor]) -> bool:
 def _claim(scan: Scan, ours: str, name: str, row: int | None) -> None:
     """Take a stored tensor (or its row) for one of ours; ValueError when another holds the same weight already."""
     if ours in scan.sources:
-        raise ValueError(
-            f"checkpoint {scan.directory}: {ours} is stored twice: as {scan.sources[ours][0]} and as {name}"
-        )
+        raise ValueError(f"{scan.directory}: {ours} is stored twice: as {scan.sources[ours][0]} and as {name}")
     scan.sources[ours] = (name, row)
 
 

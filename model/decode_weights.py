@@ -79,7 +79,9 @@ class DecoderWeights:
                     f"the cached decoder runs MLA layers alone, but model.{field} is {getattr(cfg, field)!r}; "
                     "model.state_decode.StateDecoder decodes every kind"
                 )
-        named = dict(model.named_parameters()) | dict(model.named_buffers())
+        named = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers()
+        )  # the head may be tied
 
         def vector(name: str) -> torch.Tensor:
             # a no-op for the usual fp32 model: the decoder then reads the live parameter

@@ -320,3 +320,16 @@ def test_cache_size_is_the_latent_and_grows_without_loss():
     other = LatentCache.empty(layers=2, rows=1, capacity=200, kv_dim=6, index_dim=4, like=torch.zeros(1))
     cache.extend(other)
     assert cache.rows == 4 and cache.capacity == other.capacity and torch.equal(cache.kv[:, 1, :64], before[:, 0])
+
+
+@pytest.mark.parametrize("topk", [6, 512])
+def test_odd_sizes_and_tied_embeddings(topk):
+    """One row of one token, latents of odd sizes, an output head that is the embedding."""
+    odd = dict(hidden_size=13, q_lora_rank=33, kv_lora_rank=9, qk_nope_head_dim=1, v_head_dim=7, num_attention_heads=1)
+    model = build(topk, tie_word_embeddings=True, **odd)
+    for rows in (prompts([1]), prompts([9, 1, 3])):
+        out = Decoder(model).generate(rows, SamplingParams(max_new_tokens=10, seed=1))
+        for ids, completion in zip(rows, out, strict=True):
+            expected = full_logprobs(model, ids + completion.output_ids)[len(ids) - 1 : -1]
+            expected = expected.gather(1, torch.tensor(completion.output_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.output_logprobs), expected, atol=1e-5, rtol=0)

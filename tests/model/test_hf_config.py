@@ -139,3 +139,10 @@ def test_files_that_are_no_weights_are_named(tmp_path):
     (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a"]}))
     with pytest.raises(ValueError, match="not a safetensors index"):
         scan_checkpoint(tmp_path / "hf")
+
+
+def test_what_is_no_directory_is_named(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(ValueError, match=f"{path.name} is not a directory"):
+            scan_checkpoint(path)
