@@ -47,6 +47,7 @@ class Parts:
         self.absent: dict[
             str, tuple[dict[str, Any], str, Tensor]
         ] = {}  # name -> table of its module, key, empty tensor
+        self.joined = False
         self._release()
 
     def local(self) -> RankModel:
@@ -104,7 +105,7 @@ class Parts:
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """While open, the model is whole on rank 0. All ranks enter it."""
-        found = self.whole(self.model.state_dict())
+        found = {} if self.joined else self.whole(self.model.state_dict())
         for name, (table, key, _) in self.absent.items() if self.rank == 0 else ():
             table[key] = self._value(name, found.pop(name))
         del found
@@ -116,6 +117,8 @@ class Parts:
 
     def join(self) -> None:
         """Make the model whole on every rank, for good. All ranks call it."""
+        if self.joined:
+            return
         state = self.model.state_dict()
         found = self.whole(state)
         for name in sorted(state):
@@ -128,4 +131,4 @@ class Parts:
                 table[key] = self._value(name, value)
         if self.model.cfg.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
-        self.absent = {}
+        self.absent, self.joined = {}, True

@@ -51,6 +51,7 @@ class Backbone(nn.Module):
 
 
 class GlmMoeDsa(nn.Module):
+    parts = None  # set by tasks.model_parallel: the pipeline stages that this rank keeps (model.pipeline_parts.Parts)
     context = None  # set by model.context_parallel.set_context: hidden states are then those of this rank's tokens
 
     def __init__(self, cfg: ModelConfig):

@@ -13,6 +13,7 @@ from pydantic import Field
 from tasks.dsa_warmup import recall_windows, report_recall
 from tasks.heldout import heldout_loss, indexer_recall
 from tasks.lm_run import LmConfig, language_modeling, run_lm, start_model, token_dep
+from tasks.model_parallel import measuring
 from tasks.stage import Stage
 
 
@@ -43,8 +44,12 @@ def run(stage: Stage) -> None:
     recall_before = measure()
     before = heldout_loss(model.eval(), tokens, seq_len, config.heldout.windows, "sparse")
     sparse = run_lm(stage, model, objective, packing="best_fit", attention="sparse")
-    dense = heldout_loss(model.eval(), tokens, seq_len, config.heldout.windows, "dense")
-    report_recall(stage, recall_before, measure(), topk)
+    with measuring(model) as here:
+        if not here:
+            return
+        dense = heldout_loss(model.eval(), tokens, seq_len, config.heldout.windows, "dense")
+        recall = measure()
+    report_recall(stage, recall_before, recall, topk)
     stage.print(
         f"bits per byte: sparse {before['all']['bits_per_byte']:.4f} -> {sparse['all']['bits_per_byte']:.4f}, "
         f"dense {dense['all']['bits_per_byte']:.4f}"

@@ -76,7 +76,9 @@ class ParallelSettings(Section):
         False, description="weight gradients put off into the pipeline's gaps (zero bubble)"
     )
     gradient_shards: bool = Field(
-        False, description="a stage's gradient reduced to shards as it is ready; two rolling full buffers per rank"
+        False,
+        description="a stage's gradients go to their owners among the replicas as soon as they are ready; two rolling "
+        "full buffers per rank, which saves memory where virtual is above 2",
     )
     activation_offload: bool = Field(
         False, description="activations of micro-batches that wait for their backward go to host memory"

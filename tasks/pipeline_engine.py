@@ -36,7 +36,7 @@ from model.pipeline_stage import Batch, Work
 from model.state_parts import Chosen, Piece, as_source, gather_pieces
 from tasks.parallel import ParallelSettings, Part
 from tasks.parallel_engine import norm_name, part_of
-from tasks.plan_pipeline import stage_placement
+from tasks.pipeline_balance import stage_placement
 from tasks.settings import LoopSettings
 from tasks.trainer import IGNORE, batch_count, computing_in
 

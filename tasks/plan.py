@@ -25,8 +25,9 @@ from pydantic import ValidationError
 from model.config import ModelConfig
 from tasks.costs import BF16, FP32, parameters
 from tasks.parallel import ParallelSettings
+from tasks.pipeline_balance import train_flops
 from tasks.plan_layout import Cluster, Layout, bubble, micro_batches, virtual_stages
-from tasks.plan_pipeline import TECHNIQUES, estimate_step, least_bytes, train_flops
+from tasks.plan_pipeline import TECHNIQUES, estimate_step, least_bytes
 
 STAGES = ("pretrain.general", "pretrain.reasoning", "midtrain.s1", "midtrain.s2", "midtrain.s3")
 STAGES += ("dsa_warmup", "dsa_adapt")

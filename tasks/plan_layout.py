@@ -86,10 +86,6 @@ class Layout:
         return None
 
 
-def is_sparse(stage: Mapping[str, Any]) -> bool:
-    return bool(stage.get("sparse", stage["name"] == "dsa_adapt"))
-
-
 def micro_batches(stage: Mapping[str, Any], cluster: Cluster, layout: Layout) -> tuple[int, int]:
     """(micro-batches of a step on one replica, rows of each)."""
     rows = stage["rows"] // layout.dp(cluster)

@@ -4,14 +4,17 @@ python -m pytest tests/tasks/test_pipeline_engine.py
 """
 
 import dataclasses
+import json
 import random
 import signal
 import time
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from model.checkpoint import save_checkpoint
 from model.config import ModelConfig
 from model.muon import OptimConfig, build_optimizer
 from model.transformer import GlmMoeDsa
@@ -93,11 +96,18 @@ def train(rank, world, folder, options):
     except Stopped:
         return None
     state = trainer.optimizer.state_tensors()
+    owned = sum(piece.values.numel() for piece in trainer.optimizer.owned_state())
+    if settings.gradient_shards and layout.data_world > 1:
+        kept, most = trainer.engine.pipe.gradients, trainer.engine.pipe.ledger.most["gradients"]
+        mine = sum(p.numel() for p in trainer.engine.sharded.mine.values())
+        assert most <= 8 * (2 * kept.ranks * max(kept.sizes.values()) + mine), (
+            "two full buffers, and what the rank owns"
+        )
     whole = layout.whole_model(model)
     return {
         "points": stage.points, "result": result, "weights": {k: v.clone() for k, v in whole.state_dict().items()},
         "state": state, "counters": trainer.counters, "metrics": stage.metrics,
-        "files": sorted(p.name for p in folder.iterdir()),
+        "files": sorted(p.name for p in folder.iterdir()), "owned": owned,
     }  # fmt: skip
 
 
@@ -110,6 +120,10 @@ def against_one_process(world, runs, tmp_path):
     for name, options in runs.items():
         whole = train(0, 1, tmp_path / f"one {name}", {k: v for k, v in options.items() if k != "parallel"})
         compare([f[name] for f in found], whole)
+        elements = sum(t.numel() for t in whole["state"].values())
+        assert (
+            sum(f[name]["owned"] for f in found) == elements and max(f[name]["owned"] for f in found) < 0.8 * elements
+        )
         assert found[0][name]["metrics"]["best"]["step"] == whole["metrics"]["best"]["step"]
         if isinstance(options.get("lm"), Broken):
             assert whole["points"][4]["guard_skipped"] == 1.0, "the fault was seen, or this tests nothing"
@@ -160,7 +174,11 @@ def test_a_run_goes_on_without_and_with_a_pipeline(before, after, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path):
     whole = train(0, 1, tmp_path / "one", {})
-    shapes = [(4, {"pipeline": 2, "virtual": 2}, {"stop": 2}), (4, {"pipeline": 4}, {"stop": 4}), (2, {"pipeline": 2}, {})]
+    shapes = [
+        (4, {"pipeline": 2, "virtual": 2}, {"stop": 2}),
+        (4, {"pipeline": 4}, {"stop": 4}),
+        (2, {"pipeline": 2}, {}),
+    ]
     for world, parallel, stop in shapes:
         found = run_ranks(world, many, tmp_path, {"a": {"parallel": parallel} | stop})
     compare([one["a"] for one in found], whole)
@@ -291,7 +309,7 @@ def same_as(base, whole):
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
         ours, theirs = (load_file(b / ws.OUT / file) for b in (base, whole))
         assert ours.keys() == theirs.keys() and far(ours, theirs) < 1e-4, file  # fp32; AdamW turns noise into steps
-    ours, theirs = (ws.json.loads((b / "plots/pretrain_general.json").read_text()) for b in (base, whole))
+    ours, theirs = (json.loads((b / "plots/pretrain_general.json").read_text()) for b in (base, whole))
     assert [p["step"] for p in ours] == [p["step"] for p in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
@@ -331,3 +349,47 @@ def test_kill_9_and_resume_on_another_pipeline(whole, tmp_path, before, after):
     output = ws.finish(ws.start(base))
     assert "resumed at step" in output
     same_as(base, whole)
+
+
+def adaptation(base, **parallel):
+    """A workspace with the stage of sparse adaptation, from a checkpoint of four layers."""
+    ws.workspace(base)
+    params = yaml.safe_load((base / "params.yaml").read_text())
+    section = params.pop("pretrain")["general"] | {
+        "micro_rows": 1,
+        "index_rows": 8,
+        "recall_rows": 8,
+        "recall_windows": 2,
+    }
+    section |= {
+        "optimizer": {"lr_matrix": 1e-3, "indexer_optimizer": "adamw"},
+        "parallel": parallel,
+        "balance_coef": 0.01,
+    }
+    (base / "params.yaml").write_text(yaml.safe_dump(params | {"dsa_adapt": section}))
+    (base / "data/pack/pretrain").rename(base / "data/pack/midtrain")
+    save_checkpoint(four_layers(), base / "data/dsa_warmup", base / "data/tokenizer")
+    stage = {
+        "cmd": "python -m tasks dsa_adapt", "deps": ["data/dsa_warmup", "data/pack/midtrain"],
+        "params": ["dsa_adapt", "seed", "threads"], "outs": ["data/dsa_adapt"],
+        "metrics": ["metrics/dsa_adapt.json"], "plots": ["plots/dsa_adapt.json"],
+    }  # fmt: skip
+    (base / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"dsa_adapt": stage}}))
+    return base
+
+
+@pytest.mark.slow
+def test_the_adaptation_stage_measures_and_writes_what_one_process_does(tmp_path):
+    bases = [
+        adaptation(tmp_path / "one"),
+        adaptation(tmp_path / "two", processes=4, pipeline=2, activation_offload=True),
+    ]
+    outputs = [ws.finish(ws.start(base, "-m", "tasks", "dsa_adapt")) for base in bases]
+    assert "pipeline stages: embed+0" in outputs[1]
+    one, two = (json.loads((base / "metrics/dsa_adapt.json").read_text()) for base in bases)
+    assert one.keys() == two.keys()
+    for key in ("heldout", "heldout_before", "heldout_dense"):
+        assert two[key]["all"] == pytest.approx(one[key]["all"], rel=1e-4), key
+    assert two["recall_ratio"] == pytest.approx(one["recall_ratio"], rel=1e-3)
+    one, two = (load_file(base / "data/dsa_adapt/model.safetensors") for base in bases)
+    assert one.keys() == two.keys() and far(two, one) < 1e-3  # a key that a last bit turned may be another one

@@ -15,8 +15,9 @@ from tasks import plan
 from tasks.costs import forward_flops, kept_numbers, mean_keys, parameters, refuse_too_large, state_bytes
 from tasks.parallel import ParallelSettings
 from tasks.params import compose
+from tasks.pipeline_balance import stage_placement, train_flops
 from tasks.pipeline_sim import measure
-from tasks.plan_pipeline import stage_parameters, stage_placement, train_flops
+from tasks.plan_pipeline import stage_parameters
 from tasks.settings import LoopSettings
 
 ALL = frozenset(plan.TECHNIQUES)
