@@ -45,7 +45,12 @@ _NO_LETTER = re.compile(
     "[\\s\\d!-/:-@\\[-`{-~\u00a1-\u00a9\u00ab-\u00b4\u00b6-\u00b9\u00bb-\u00bf\u2000-\u2bff\u3000-\u3004\u3007-\u3030"
     "\uff00-\uff20\ufe00-\ufe0f\U0001f000-\U0001faff]+"
 )
+_ADDRESS = re.compile(r"(?:https?://|www\.)\S+")
 _PARAGRAPH = re.compile(r"\n\s*\n|\n(?=.{200})")
+_MIXED_CHARS = 400  # a page shorter than this is one text
+_MIXED_SURE = 0.9
+_LAST_CHARS = 1000
+_MIXED_SHARE = 0.1  # of letters in other languages, below which a page is in one
 
 
 class Paragraph(NamedTuple):
@@ -116,6 +121,8 @@ class LanguageIdentifier:
         is below 0.3 (0.6 for less than 20 letters).
         """
         line = clean(text[: self.chars])
+        if "://" in line or "www." in line:
+            line = clean(_ADDRESS.sub(" ", line))
         visible = len(line) - line.count(" ")
         if len(_NO_LETTER.sub("", line)) < max(2.0, 0.5 * visible) or _is_noise(line, visible):
             return UNKNOWN
@@ -130,6 +137,8 @@ class LanguageIdentifier:
         if lid and first == lid[0][0] and share * lid[0][1] >= 0.5:
             return first, round(math.sqrt(share * lid[0][1]), 4)
         language, score = self._weigh(line, votes, lid)
+        if short and visible < 3 and line.isascii():  # "Hi", "OK": words of twenty languages each
+            return UNKNOWN
         return (language, round(score, 4)) if score >= (_SHORT_SURE if short else _SURE) else UNKNOWN
 
     def _weigh(
@@ -179,13 +188,32 @@ class LanguageIdentifier:
         """identify() of each text. The libraries answer one text at a time, so a batch saves nothing but a loop."""
         return [self.identify(text) for text in texts]
 
+    def identify_page(self, text: str) -> tuple[str, float, dict[str, float]]:
+        """(language, confidence, {}) of a page in one language; of a mixed one (largest, its share of letters, all shares).
+
+        Paragraphs are looked at where the beginning is not clear, or the end is in another language.
+        """
+        language, score = self.identify(text)
+        last = self.identify(text[-_LAST_CHARS:])[0] if len(text) > self.chars else language
+        if len(text) < _MIXED_CHARS or (score >= _MIXED_SURE and last == language):
+            return language, score, {}
+        found = self.identify_paragraphs(text)
+        if found.mixed < _MIXED_SHARE:
+            return language, score, {}
+        return found.language, round(found.share, 4), {k: round(v, 4) for k, v in found.shares.items()}
+
     def identify_paragraphs(self, text: str) -> DocumentLanguage:
-        """Language of every paragraph (blank lines separate them, and so does a line break after a long line) and of the
-        document: the one with most letters, paragraphs that can't be told left out."""
+        """Language of every paragraph and of the document: the one with most letters, paragraphs that can't be told left out.
+
+        Blank lines separate paragraphs, and so does a line break before a long line or between lines in different scripts.
+        """
         paragraphs: list[Paragraph] = []
         letters: dict[str, int] = defaultdict(int)
         start = 0
-        for end, after in [*((m.start(), m.end()) for m in _PARAGRAPH.finditer(text)), (len(text), len(text))]:
+        breaks = [*((m.start(), m.end()) for m in _PARAGRAPH.finditer(text)), *_script_breaks(text)]
+        for end, after in [*sorted(set(breaks)), (len(text), len(text))]:
+            if end < start:
+                continue
             block = text[start:end]
             if block.strip():
                 language, score = self.identify(block)
@@ -198,6 +226,29 @@ class LanguageIdentifier:
         language = next(iter(shares), "")
         share = shares.get(language, 0.0)
         return DocumentLanguage(language, share, 1 - share if language else 0.0, shares, paragraphs)
+
+
+def _script(line: str) -> int:
+    """A number for the script of most letters of a line's beginning; 0 without letters."""
+    counts: dict[int, int] = defaultdict(int)
+    for c in filter(str.isalpha, line[:80]):
+        code = ord(c)
+        counts[1 if code < 0x250 else 2 if 0x3040 <= code < 0xA000 else 3 if code >= 0xA000 else code >> 7] += 1
+    return max(counts, key=lambda script: (counts[script], script)) if counts else 0
+
+
+def _script_breaks(text: str) -> list[tuple[int, int]]:
+    """(start, end) of the line breaks between lines in different scripts."""
+    if text.isascii():
+        return []
+    found, at, before = [], 0, 0
+    for line in text.split("\n"):
+        script = _script(line)
+        if script and before and script != before:
+            found.append((at - 1, at))
+        before = script or before
+        at += len(line) + 1
+    return found
 
 
 def _function_words(words: list[str], scores: dict[str, float]) -> None:

@@ -101,7 +101,8 @@ def item_name(package: str) -> str:
 
 
 def _document(text: str, source: str, domain: str, url: str, meta: dict, identifier: LanguageIdentifier) -> dict:
-    lang, score = identifier.identify(text)
+    lang, score, shares = identifier.identify_page(text)
+    meta = meta | {"languages": shares} if shares else meta  # of a mixed page
     return document(text, source, domain, url=url, lang=lang, meta=meta, lang_score=score)
 
 

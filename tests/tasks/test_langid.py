@@ -121,3 +121,31 @@ def test_catalogue_reader_drops_placeholders_headers_and_fuzzy_messages(tmp_path
         wheel.writestr("django/conf/locale/de/LC_MESSAGES/django.po", catalogue)
         wheel.writestr("django/conf/locale/de_CH/LC_MESSAGES/django.po", catalogue)
     assert list(langid_fit.messages(tmp_path / "d.whl")) == [("de", "Bitte wählen Sie  aus der Liste aus.")]
+
+
+MIXED = {
+    "en": "This is a paragraph about the weather in London, which is often rainy in the autumn and mild in spring. ",
+    "fr": "Ceci est un paragraphe qui parle du temps à Paris, souvent agréable au printemps pour se promener. ",
+    "ja": "これは東京の天気についての日本語の段落です。夏はとても蒸し暑くなりますが、秋は過ごしやすいです。",
+    "ru": "Это абзац о погоде в Москве, где зимой бывает очень холодно, а летом жарко и солнечно. ",
+}
+
+
+@needs_model
+def test_mixed_pages_are_told_by_their_paragraphs(identifier):
+    page = "\n\n".join(MIXED[lang] * n for lang, n in (("en", 3), ("fr", 7), ("en", 2)))
+    language, share, shares = identifier.identify_page(page)
+    assert language == "fr" and set(shares) == {"en", "fr"} and share == shares["fr"] and 0.5 < share < 0.7
+    late = MIXED["en"] * 40 + "\n\n" + MIXED["fr"] * 70  # its beginning says nothing of the end
+    assert identifier.identify(late)[0] == "en" and identifier.identify_page(late)[0] == "fr"
+    assert identifier.identify_page(MIXED["en"] * 50)[::2] == ("en", {})
+    lines = identifier.identify_paragraphs("\n".join(MIXED[lang] for lang in ("ru", "en", "ja")))
+    assert [p.language for p in lines.paragraphs] == ["ru", "en", "ja"]
+
+
+@needs_model
+@pytest.mark.parametrize(
+    "text", ["Hi", "OK", "https://example.com/a/page.html", "www.example.org", "", "12:30", "😀😀"]
+)
+def test_what_says_nothing_is_unknown(identifier, text):
+    assert identifier.identify(text) == ("", 0.0)
