@@ -117,10 +117,10 @@ def same_as(results, weights, state):
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
-def exchange(folder, worlds, muon="split"):
-    """Every layout of `worlds` writes; every layout reads what each has written, to the bit."""
+def exchange(folder, worlds, muon="split", written=()):
+    """Every layout of `worlds` writes (but those already `written`); every layout reads what each wrote, to the bit."""
     weights, state = reference(muon, 1)
-    for world in worlds:
+    for world in set(worlds) - set(written):
         if world == 1:
             saved(0, 1, folder, 1, LAYOUTS[1], muon)
         else:
@@ -140,8 +140,30 @@ def exchange(folder, worlds, muon="split"):
             assert size <= sum(reads) <= size + counters and max(reads) < 0.7 * size + counters or world == 1
 
 
-def test_every_layout_reads_what_another_wrote(tmp_path):
-    exchange(tmp_path, (1, 2))
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two ranks do without being killed, in one set of processes: results[name] of both, and where."""
+    folder = tmp_path_factory.mktemp("two")
+    results = run_ranks(2, several, folder)
+    return {name: [found[name] for found in results] for name in results[0]}, folder
+
+
+def several(rank, world, folder):
+    saved(rank, world, folder / "layouts", 1, LAYOUTS[2], "split")
+    return {
+        "counted": counted(rank, world, folder / "counted", ParallelSettings(expert=2)),
+        "full": limited(rank, world, folder / "full", False, 1),
+        "full, background": limited(rank, world, folder / "full in background", True, 0),
+        "no manifest": no_manifest(rank, world, folder / "no manifest"),
+        "apart": apart(rank, world, folder / "apart"),
+        "fallback": fallback(rank, world, folder / "fallback"),
+        "background": in_background(rank, world, folder / "background"),
+    }
+
+
+def test_every_layout_reads_what_another_wrote(two):
+    tmp_path = two[1] / "layouts"
+    exchange(tmp_path, (1, 2), written=(2,))
     assert sorted(p.name for p in (tmp_path / "two, experts/step-00000005").iterdir()) == [
         "index.json", "manifest.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
         "optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors", "trainer.json",
@@ -204,10 +226,10 @@ def counted(rank, world, folder, settings):
     return saving, gathering, owned
 
 
-def test_nothing_is_gathered_and_owners_hold_their_share(tmp_path):
+def test_nothing_is_gathered_and_owners_hold_their_share(two):
     weights, state = reference()
     total = {"model": sum(t.nbytes for t in weights.values()), "optimizer": sum(t.nbytes for t in state.values())}
-    found = run_ranks(2, counted, tmp_path, ParallelSettings(expert=2))
+    found = two[0]["counted"]
     for saving, _, owned in found:
         assert saving < 4096, "reports of bytes and hashes only"
         for stem, size in owned.items():
@@ -354,9 +376,9 @@ def limited(rank, world, folder, background, victim):
     return messages, left, found.step, {stem: dict(source) for stem, source in found.files.items()}
 
 
-@pytest.mark.parametrize("background, victim", [(False, 1), (True, 0)])
-def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, background, victim):
-    for messages, left, step, content in run_ranks(2, limited, tmp_path, background, victim):
+@pytest.mark.parametrize("name, victim", [("full", 1), ("full, background", 0)])
+def test_a_full_disk_on_one_rank_is_an_error_on_all(two, name, victim):
+    for messages, left, step, content in two[0][name]:
         assert len(messages) == 1 and f"a checkpoint could not be written: rank {victim}: " in messages[0], messages
         assert "too large" in messages[0], messages
         assert left == ["step-00000001"] and step == 3 and equal(content, tensors_of(3))
@@ -368,14 +390,15 @@ def no_manifest(rank, world, folder):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    tasks.resume_files.write_synced = full
+    real, tasks.resume_files.write_synced = tasks.resume_files.write_synced, full
     with pytest.raises(OSError, match="a checkpoint could not be written: .*No space left on device"):
         store.save(1, shares(1), {"step": 1})
+    tasks.resume_files.write_synced = real
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_a_disk_that_is_full_for_the_manifest_is_an_error_on_all(tmp_path):
-    assert run_ranks(2, no_manifest, tmp_path) == [[], []]
+def test_a_disk_that_is_full_for_the_manifest_is_an_error_on_all(two):
+    assert two[0]["no manifest"] == [[], []]
 
 
 def apart(rank, world, folder):
@@ -385,8 +408,8 @@ def apart(rank, world, folder):
     return str(caught.value)
 
 
-def test_ranks_without_a_common_file_system_are_told(tmp_path):
-    for text in run_ranks(2, apart, tmp_path):
+def test_ranks_without_a_common_file_system_are_told(two):
+    for text in two[0]["apart"]:
         assert "rank 1" in text and "need one file system" in text
 
 
@@ -408,11 +431,11 @@ def fallback(rank, world, folder):
     return found.step, {stem: dict(source) for stem, source in found.files.items()}, lines
 
 
-def test_a_damaged_part_is_found_whichever_rank_looks_at_it(tmp_path):
-    for step, content, lines in run_ranks(2, fallback, tmp_path):
+def test_a_damaged_part_is_found_whichever_rank_looks_at_it(two):
+    for step, content, lines in two[0]["fallback"]:
         assert step == 1 and equal(content, tensors_of(1))
         assert len(lines) == 1 and "optimizer-00001-of-00002.safetensors does not match its hash" in lines[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged-step-00000002", "step-00000001"]
+    assert sorted(p.name for p in (two[1] / "fallback").iterdir()) == ["damaged-step-00000002", "step-00000001"]
 
 
 def in_background(rank, world, folder):
@@ -429,8 +452,8 @@ def in_background(rank, world, folder):
         store.wait()
 
 
-def test_background_files_are_those_of_the_moment(tmp_path):
-    run_ranks(2, in_background, tmp_path)
+def test_background_files_are_those_of_the_moment(two):
+    tmp_path = two[1] / "background"
     names = sorted(p.relative_to(tmp_path / "plain") for p in (tmp_path / "plain").rglob("*") if p.is_file())
     assert len(names) == 2 * 7
     for name in names:

@@ -57,7 +57,7 @@ def check(folder, runs, world):
     model.load_state_dict(weights)
     save_checkpoint(model, folder / "one")
     whole = load_file(folder / "one/model.safetensors")
-    results = run_ranks(world, written, folder, runs)
+    results = run_ranks(world, all_of_it, folder, runs)
     for name in runs:
         out = folder / name / "out"
         index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -79,8 +79,17 @@ def check(folder, runs, world):
             assert kept.keys() == state.keys() and all(torch.equal(kept[k], state[k]) for k in state)
 
 
+def all_of_it(rank, world, folder, runs):
+    """One set of processes: starting them costs more than what they do."""
+    small_and_large(rank, world, folder / "sizes")
+    failing(rank, world, folder / "failing")
+    return written(rank, world, folder, runs)
+
+
 def test_two_ranks_write_one_checkpoint(tmp_path):
     check(tmp_path, TWO, 2)
+    a_model_of_one_shard_is_the_file_of_one_process(tmp_path / "sizes")
+    assert not (tmp_path / "failing/model.safetensors.index.json").exists(), "an error of one rank was raised on all"
 
 
 @pytest.mark.slow
@@ -89,20 +98,17 @@ def test_four_ranks_write_one_checkpoint(tmp_path):
 
 
 def failing(rank, world, folder):
-    spread = Spread(folder / "store", ParallelSettings(expert=2))
+    spread = Spread(folder / "store")
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
+    real = spread_output.save_file
     if rank == 1:
         spread_output.save_file = full
     with pytest.raises(OSError, match="the output could not be written: rank 1: .*No space left on device"):
         write_output(spread.layout, spread.model, current(), folder)
-
-
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
-    run_ranks(2, failing, tmp_path)
-    assert not (tmp_path / "model.safetensors.index.json").exists()
+    spread_output.save_file = real
 
 
 def test_without_saved_optimizer(tmp_path):
@@ -110,7 +116,7 @@ def test_without_saved_optimizer(tmp_path):
 
 
 def small_and_large(rank, world, folder):
-    spread = Spread(folder / "store", ParallelSettings(expert=2)).fill(*reference())
+    spread = Spread(folder / "store").fill(*reference())
     for name in ("small", "large"):
         if rank == 0:
             (folder / name).mkdir()
@@ -119,8 +125,7 @@ def small_and_large(rank, world, folder):
         assert (whole is None) == (name == "large")
 
 
-def test_a_model_of_one_shard_is_the_file_of_one_process(tmp_path):
-    run_ranks(2, small_and_large, tmp_path)
+def a_model_of_one_shard_is_the_file_of_one_process(tmp_path):
     names = {name: sorted(p.name for p in (tmp_path / name).rglob("*.safetensors")) for name in ("small", "large")}
     assert names["small"] == ["model.safetensors", "optimizer.safetensors"] and len(names["large"]) > 4
     one, many = (saved_optimizer(tmp_path / name) for name in names)
