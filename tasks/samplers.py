@@ -185,7 +185,10 @@ def capped_weights(
 
 
 class Mixture:
-    """Deals row numbers to domains: in every period of 1024 rows each domain gets its exact quota, in shuffled order."""
+    """Deals row numbers to domains: in every period of 1024 rows each domain gets its exact quota, in shuffled order.
+
+    A domain whose share rounds to no row of a period gets single rows in some periods, in place of the largest domain's.
+    """
 
     def __init__(self, weights: Mapping[str, float], seed: int) -> None:
         total = sum(weights.values())
@@ -198,6 +201,10 @@ class Mixture:
         for i in sorted(range(len(exact)), key=lambda i: (quota[i] - exact[i], i))[: PERIOD - sum(quota)]:
             quota[i] += 1
         self.quota = quota
+        self._rare = {d: exact[d] for d in range(len(quota)) if not quota[d]}
+        self._largest = quota.index(max(quota))
+        if len(self._rare) > quota[self._largest]:
+            raise ValueError(f"{len(quota)} domains with shares as small as these cannot be mixed; join some of them")
         self._deal = np.repeat(np.arange(len(quota)), quota)
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None
 
@@ -205,7 +212,11 @@ class Mixture:
         """(domain of each row of a period, how many rows of that domain came before it in the period)."""
         if self._cache is None or self._cache[0] != number:
             order = np.random.Generator(np.random.PCG64(_key("mixture", self.seed, number))).permutation(PERIOD)
-            dealt = self._deal[order]
+            deal = self._deal.copy()
+            now = [d for d in self._rare if self._before(d, number + 1) > self._before(d, number)]
+            places = np.flatnonzero(deal == self._largest)[: len(now)]
+            deal[places] = now
+            dealt = deal[order]
             before = np.zeros(PERIOD, dtype=np.int64)
             for d in range(len(self.quota)):
                 places = np.flatnonzero(dealt == d)
@@ -213,12 +224,19 @@ class Mixture:
             self._cache = (number, dealt, before)
         return self._cache[1], self._cache[2]
 
+    def _before(self, d: int, number: int) -> int:
+        """Rows of a domain in all periods before `number`."""
+        if d in self._rare:
+            return int(number * self._rare[d] + 0.5)
+        taken = sum(self._before(rare, number) for rare in self._rare) if d == self._largest else 0
+        return number * self.quota[d] - taken
+
     def row(self, r: int) -> tuple[str, int]:
         """(domain, number of this row within its domain) of the run's row `r`."""
         number, place = divmod(r, PERIOD)
         dealt, before = self._period(number)
         d = int(dealt[place])
-        return self.domains[d], number * self.quota[d] + int(before[place])
+        return self.domains[d], self._before(d, number) + int(before[place])
 
 
 class BatchSampler:

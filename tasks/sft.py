@@ -139,7 +139,7 @@ objective = FineTuning()
 
 
 def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> dict[str, float]:
-    """Mean loss per trained token of each family's held-out samples."""
+    """Mean loss per trained token of each family's held-out samples; families without one are left out."""
     sums: dict[str, list[float]] = {}
     for name in sorted({data[i][0] for i in range(len(data))}):
         rows = sorted((data[i][1:] for i in range(len(data)) if data[i][0] == name), key=lambda row: len(row[0]))
@@ -147,9 +147,9 @@ def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> d
             batch = padded(group)
             count = int((batch["targets_bs"] != IGNORE).sum())
             total = sums.setdefault(name, [0.0, 0.0])
-            total[0] += float(objective(model, batch, 0)[0]) * count
+            total[0] += float(objective(model, batch, 0)[0].detach()) * count
             total[1] += count
-    return {f"loss/{name}": total / count for name, (total, count) in sums.items()}
+    return {f"loss/{name}": total / count for name, (total, count) in sums.items() if count}
 
 
 def run(stage: Stage) -> None:

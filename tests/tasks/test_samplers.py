@@ -142,3 +142,17 @@ def test_validation_windows(tmp_path):
     short = corpus(tmp_path / "b", {"web": [10]}).shard("web", "val")
     ids, targets = validation_windows(short, 32, 8)
     assert ids.shape == (1, 32) and (targets != IGNORE).sum() == 9
+
+
+def test_a_domain_below_one_row_of_a_period_is_not_lost():
+    weights = {"big": 0.7, "other": 0.2999, "rare": 6e-5, "rarer": 4e-5}
+    mixture = Mixture(weights, seed=3)
+    rows = [mixture.row(r) for r in range(1024 * 60)]
+    counts = Counter(domain for domain, _ in rows)
+    assert counts["rare"] == pytest.approx(6e-5 * len(rows), abs=1) and counts["rarer"] in (2, 3)
+    assert counts["other"] == 60 * round(1024 * 0.2999) and sum(counts.values()) == len(rows)
+    for domain in weights:
+        assert sorted(n for d, n in rows if d == domain) == list(range(counts[domain])), "numbers have no gap or double"
+    assert Mixture(weights, seed=3).row(50_000) == rows[50_000], "a pure function of the row"
+    with pytest.raises(ValueError, match="3000 domains with shares as small"):
+        Mixture({str(i): 1.0 for i in range(3000)}, seed=0)

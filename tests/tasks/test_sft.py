@@ -14,6 +14,7 @@ from tasks.sft_data import conversations
 from tasks.sft_set import SftSet
 from tasks.stage import run_stage_for_test
 from tasks.tokens import TokenSet, TokenWriter
+from tests.tasks.lm_case import micro_model
 from tests.tasks.post_training import save_random_checkpoint
 
 YAML = "conversations:\n- - Hello\n  - Hi there\n- - Bye\n- - How are you?\n  - Fine\n  - Good\n  - Yes\n"
@@ -174,3 +175,10 @@ def test_planted_leaks_are_left_out_and_named(tmp_path):
     gate = json.loads((tmp_path / "metrics/sft_data.json").read_text())["gate"]
     assert gate["leaks"] == {"chat": 3, "problems": 0, "rl": 0}
     assert gate["searched"]["chat"] == 5 and gate["searched"]["problems"] == 20 and gate["searched"]["rl"] >= 100
+
+
+def test_held_out_samples_without_a_trained_token_have_no_loss():
+    ids = np.arange(10)
+    rows = [("silent", ids, np.zeros(10, int)), ("spoken", ids, np.ones(10, int)), ("spoken", ids, np.zeros(10, int))]
+    losses = sft.heldout_losses(micro_model(), rows, 64)
+    assert losses.keys() == {"loss/spoken"} and 0 < losses["loss/spoken"] < 20
