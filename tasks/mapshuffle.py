@@ -15,6 +15,7 @@ that dies is replaced and its shard tried once more; if that dies too, `ShardErr
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import multiprocessing
@@ -63,7 +64,12 @@ def run_shard(function: Callable, argument: Any, journal: str) -> Any:
 def save_array(path: Path, array: np.ndarray) -> None:
     """A .npy file, whole or not at all; nothing that needs pickle."""
     with staged(path) as staging, open(staging, "wb") as handle:
-        np.save(handle, array, allow_pickle=False)
+        try:
+            np.save(handle, array, allow_pickle=False)
+        except OSError as error:
+            if error.errno is None:  # numpy's own: "8009 requested and 845 written"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {path.name}: {error}") from None
+            raise
 
 
 @contextlib.contextmanager

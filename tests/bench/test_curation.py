@@ -7,7 +7,7 @@ import pytest
 
 from tasks.params import ROOT
 
-BENCHES = ("extraction", "identification", "quality", "judges", "dedup", "ingest_speed", "code_curation")
+BENCHES = ("extraction", "identification", "quality", "judges", "dedup", "growth", "ingest_speed", "code_curation")
 
 
 @pytest.mark.bench

@@ -213,6 +213,16 @@ def test_a_full_disk_in_mid_shuffle(tmp_path, monkeypatch):
     assert stage(tmp_path / "out", shards, workers=1) == expected
 
 
+def test_a_full_disk_is_named_where_numpy_does_not(tmp_path, monkeypatch):
+    def short(*_, **__):
+        raise OSError("8009 requested and 845 written")
+
+    monkeypatch.setattr(np, "save", short)
+    with pytest.raises(OSError, match=r"No space left.* x\.npy: 8009 requested") as error:
+        mapshuffle.save_array(tmp_path / "x.npy", np.zeros(9))
+    assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_an_error_and_no_bus_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
