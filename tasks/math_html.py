@@ -16,14 +16,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, unquote_plus
 
-from tasks.extract import Extracted, decode_html, extract_page
+from tasks.extract import MAX_TAGS, Extracted, NotText, decode_html, extract_page
 from tasks.latex import clean_tex, math_spans
 from tasks.mathml import annotation, dom_children, from_dom, is_display, presentation
 
 _MARKUP = re.compile(
     rb"<(?:\w+:)?math[\s>]|math/(?:tex|asciimath)|class=[\"']?[^\"'>]*\b(?:math|katex|mwe-math\S*|latex|tex|mjx\S*|MathJax\w*)\b"
-    rb"|<mjx-container|\\\((?=[^)]{1,300}\\\))|\\\[|\\begin\{(?:equation|align|gather|multline|eqnarray)|<img[^>]+alt=[\"']\$",
+    rb"|<mjx-container|\sdata-(?:latex|tex)=|latex\.(?:php\?|codecogs\.com/)|\\\((?=[^)]{1,300}\\\))|\\\[|\\begin\{(?:equation|align|gather|multline|eqnarray)|<img[^>]+alt=[\"']\$",
     re.IGNORECASE,
 )
 _IMAGE_CLASSES = frozenset(
@@ -47,6 +48,8 @@ _DOLLARS_DECLARED = re.compile(r"inlineMath\s*[:=]\s*\[\s*\[\s*['\"]\$|class=\"[
 _TEX_LIKE = re.compile(r"\\[A-Za-z]{2,}|[\^_]|[=<>+]|^\s*[A-Za-z]'*\s*$")
 _MARK = re.compile(r"\s*xmathq(\d+)qx\s*")
 _MAX_FORMULA = 20_000
+_WRITTEN = frozenset("math mathquill-embedded-latex".split())
+_DRAWN = re.compile(r"latex\.(?:php\?(?:[^#]*&)?latex=(?P<php>[^&#]+)|codecogs\.com/\w+(?:\.\w+)?\?(?P<cgi>[^#]+))")
 
 
 @dataclass
@@ -133,7 +136,9 @@ def _mathjax3(node: Any, formulas: _Formulas) -> None:
     inner = node.query_selector("mjx-assistive-mml math")
     display = node.getattr("display") in ("true", "block", "")
     if inner is None:
-        formulas.put(node, node.getattr("aria-label") or "", display, "mathjax3_label")
+        written = node.query_selector("[data-latex]")
+        tex = (written.getattr("data-latex") if written is not None else "") or node.getattr("aria-label") or ""
+        formulas.put(node, tex, display, "mathjax3_label")
         return
     display = display or inner.getattr("display") == "block"
     try:
@@ -144,11 +149,31 @@ def _mathjax3(node: Any, formulas: _Formulas) -> None:
     formulas.put(node, tex, display, "mathjax3")
 
 
+def _source_tex(source: str) -> str:
+    """LaTeX in the address of a service that draws it, or ""."""
+    found = _DRAWN.search(source)
+    tex = "" if found is None else unquote_plus(found["php"]) if found["php"] else unquote(found["cgi"])
+    return re.sub(r"^\s*(?:\\(?:d?pi\{\d+\}|bg_?\w*|fn_\w+|(?:inline|small|large|tiny)(?![a-z]))\s*)+", "", tex)
+
+
+def _written_tex(node: Any) -> str:
+    """LaTeX that an element gives in an attribute, or, by its class, as its text without delimiters; else ""."""
+    given = node.getattr("data-latex") or node.getattr("data-tex")
+    if given:
+        return given
+    classes = _classes(node)
+    if not classes & _WRITTEN or ("math" in classes and not classes & {"inline", "display", "js-render-math"}):
+        return ""
+    text = node.text or ""
+    alone = all((c.node_name or "").lower() == "#text" for c in dom_children(node))
+    return text if alone and _TEX_LIKE.search(text) and not re.search(r"\\[(\[]|\$|\\begin", text) else ""
+
+
 def image_tex(node: Any) -> str:
     r"""LaTeX in an image's alternative text, or "": by its class, its file (`latex.php`), or `$...$` and `\(` around it."""
     alt = (node.getattr("alt") or "").strip()
     if not alt:
-        return ""
+        return _source_tex(node.getattr("src") or "")
     delimited = re.fullmatch(r"\$+(.+?)\$+|\\[(\[](.+)\\[)\]]|\{\\displaystyle.*\}", alt, re.DOTALL)
     source = node.getattr("src") or ""
     told = _classes(node) & _IMAGE_CLASSES or re.search(
@@ -213,10 +238,12 @@ def _take(root: Any, formulas: _Formulas, single: bool) -> None:
             _mathml(node, formulas)
         elif tag == "img":
             _image(node, formulas)
+        elif (tex := _written_tex(node)) and tag not in ("pre", "textarea"):
+            formulas.put(node, tex, bool(_classes(node) & _DISPLAY_CLASSES), "written")
         elif tag in _SKIPPED and not (tag == "code" and "math" in " ".join(_classes(node))):
             continue
-        elif _classes(node) & _COPIES:
-            node.parent.remove_child(node)
+        elif (own := _classes(node) & _COPIES) and not (own == {"katex-html"} and "xmathq" not in node.parent.text):
+            node.parent.remove_child(node)  # what is shown stays where it is the only copy
         else:
             stack += list(dom_children(node))[::-1]
 
@@ -250,6 +277,8 @@ def extract_math_page(body: bytes, http_charset: str = "") -> MathPage:
     from resiliparse.parse.html import HTMLTree
 
     html, charset = decode_html(body, http_charset)
+    if html.count("<") > MAX_TAGS:
+        raise NotText(f"{html.count('<')} tags, more than {MAX_TAGS}")
     tree = HTMLTree.parse(html)
     document, formulas = tree.document, _Formulas(tree)
     if document is None:

@@ -52,11 +52,15 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern], ...] = tuple(
         ("PASSWORD_URL", ("://",), r"://[^\s:/@\"'<>$%{}()\\]{1,64}:(?P<v>[^\s:/@\"'<>$%{}()\\\[\]*]{6,64})@(?P<h>[\w.-]+)"),
         ("SECRET", ("secret", "token", "passw", "pwd", "key", "credential", "auth"),
          r"(?i:(?:secret|token|passw(?:or)?d|pwd|api_?-?key|access_?-?key|auth_?-?key|private_?-?key|credential)[\w-]{0,20}"
-         r"[\"'\]]{0,2}\s{0,4}(?::=|=>|[=:])\s{0,4}(?:[bru]{0,2}|@)[\"'`])(?P<v>[A-Za-z0-9+/=_.!@#$%^&*~-]{16,200})[\"'`]"),
+         r"[\"'\]]{0,2}\s{0,4}(?::=|=>|[=:])\s{0,4}(?:[bru]{0,2}|@)[\"'`])(?P<v>[A-Za-z0-9+/=_.!@#$%^&*()~-]{16,200})[\"'`]"),
+        ("SECRET", ("secret", "token", "passw", "key"),  # a line of an .env file
+         r"(?m)^(?:export )?[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)[A-Z0-9_]*="
+         r"(?P<v>[A-Za-z0-9+/=_.!@#$%^&*()~-]{16,200})\r?$"),
         ("EMAIL", ("@",),
          r"@(?P<h>(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62}[A-Za-z0-9])?\.)+(?:[a-z]{2,18}|[A-Z]{2,18}))(?![\w@-]|\.\w|\()"),
         ("IP_ADDRESS", (".",), r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]"),
         ("IP_ADDRESS", (":",), r":[0-9A-Fa-f]{0,4}:[0-9A-Fa-f]{0,4}:"),
+        ("PHONE", ("tel:",), r"\btel:(?P<v>\+?[\d().-]{9,20})(?![\w.+-])"),
         ("PHONE", ("+",), r"\+(?P<v>[1-9]\d{0,2}[ .-]?\(?\d{1,4}\)?(?:[ .-]\d{2,4}){2,4})(?![\w.+-])"),
     )
 )  # fmt: skip
@@ -119,7 +123,7 @@ def _random_looking(value: str, line: str) -> bool:
             and entropy(value) > 3.0
             and re.search(r"(?i)secret|api_?key|token", line) is not None
         )
-    kinds = sum(bool(re.search(p, value)) for p in (r"[a-z]", r"[A-Z]", r"\d"))
+    kinds = sum(bool(re.search(p, value)) for p in (r"[a-z]", r"[A-Z]", r"\d", r"(?:[!@#$%^&*()+].*){4}"))
     if kinds < 3 or value.count(".") > 3 or re.search(r"[/.]{1}[a-z]+\.[a-z]+$|^/|^\./|/.*/.*/", value):
         return False
     switches = sum(_kind(a) != _kind(b) for a, b in zip(value, value[1:]))
@@ -199,7 +203,10 @@ def _around(text: str, start: int, end: int) -> tuple[int, int]:
     last = match.end() if match else end
     while last > end and text[last - 1] in ".:" and text[last - 2 : last] != "::":
         last -= 1
-    touches = (first > 0 and re.match(r"[\w/-]", text[first - 1])) or re.match(r"[\w-]", text[last : last + 1])
+    port = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3}){3}):\d{1,5}", text[first:last])
+    last = first + port.end(1) if port else last
+    before = text[first - 1 : first] if text[first - 2 : first] != "//" else ""
+    touches = re.match(r"[\w/-]", before) or re.match(r"[\w-]", text[last : last + 1])
     return (first, first) if touches else (first, last)
 
 
@@ -214,7 +221,7 @@ def _matches(kind: str, pattern: re.Pattern, text: str) -> Iterator[Finding]:
             start = box.start()
         elif kind == "IP_ADDRESS":
             start, end = _around(text, start, end)
-        elif kind == "PHONE" and re.match(r"[\w.+*/=-]", text[match.start() - 1 : match.start()]):
+        elif kind == "PHONE" and re.match(r"[\w.+*/=)\]-]", text[match.start() - 1 : match.start()]):
             continue
         value = text[start:end]
         line_start = text.rfind("\n", 0, match.start()) + 1
@@ -235,7 +242,8 @@ def _matches(kind: str, pattern: re.Pattern, text: str) -> Iterator[Finding]:
             )
             fine = fine and entropy(value) > 2.0 and not re.match(r"^[a-z]+$|^[A-Z_]+$|^[A-Z][a-z]+$", value)
         elif kind == "IP_ADDRESS":
-            fine = text[end : end + 1] != "/" and _public_ip(value, text[max(line_start, start - 40) : start])
+            fine = text[end : end + 1] != "/" or text[start - 2 : start] == "//"  # else a network
+            fine = fine and _public_ip(value, text[max(line_start, start - 40) : start])
         elif kind == "PHONE":
             digits = sum(c.isdigit() for c in value)
             fine = 9 <= digits <= 15 and not re.search(r"555", value)

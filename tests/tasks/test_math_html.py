@@ -128,3 +128,24 @@ def test_random_damage_never_crashes():
         for _ in range(rng.randrange(1, 60)):
             data[rng.randrange(len(data))] = rng.choice(b"<>/=\"' amth\\$")
         extract_math_page(bytes(data[: rng.randrange(200, len(data))]))
+
+
+@pytest.mark.parametrize(
+    "carrier, text",
+    [
+        ('<img src="https://latex.codecogs.com/svg.image?\\dpi{110}x^2+y"/>', "$x^2+y$"),
+        ('<img src="https://s0.wp.com/latex.php?bg=fff&latex=a%5E2%2Bb&s=0">', "$a^2+b$"),
+        ('<mjx-container jax="CHTML"><mjx-math data-latex="\\frac{a}{b}"><mjx-mi></mjx-mi></mjx-math></mjx-container>',
+         "$\\frac{a}{b}$"),
+        ('<span class="equation" data-latex="a^2+b^2">copy</span>', "$a^2+b^2$"),
+        ('<span class="math inline">a^2+b^2=c^2</span>', "$a^2+b^2=c^2$"),
+        ('<code class="code math js-render-math">a_1</code>', "$a_1$"),
+        ('<span class="math inline">\\(x_1\\)</span>', "$x_1$"),
+        ('<span class="katex"><span class="katex-html"><span>E</span><span>=m</span></span></span>', "E=m"),
+    ],
+)  # fmt: skip
+def test_formulas_that_only_an_attribute_an_address_or_plain_text_holds(carrier, text):
+    around = "This is a paragraph of prose that says what the formula means, at some length, for the reader. "
+    page = f"<html><body><p>{around}</p><p>Before {carrier} after, and {around}</p><p>{around}</p></body></html>"
+    assert f"Before {text} after" in extract_math_page(page.encode()).page.text
+    assert has_math_markup(page.encode())

@@ -106,3 +106,19 @@ def test_library_code_is_left_alone():
         counts += secrets.redact(text)[1]
     counts.pop("EMAIL", None)
     assert size > 1_000_000 and sum(counts.values()) <= 1, counts
+
+
+def test_keys_with_signs_lines_of_env_files_addresses_with_ports_and_telephone_links():
+    django = "x8d!k2@m9#q4$w7%e1^r5&t3*y6(u0)i"
+    assert secrets.redact(f'SECRET_KEY = "{django}"')[0] == 'SECRET_KEY = "<SECRET_1>"'
+    text = "export DB_PASSWORD=hT7kLm9Qw2xZ8vB4nR6\nDEBUG=1\nAPI_TOKEN=changeme-changeme-1\n"
+    assert secrets.redact(text)[0] == "export DB_PASSWORD=<SECRET_1>\nDEBUG=1\nAPI_TOKEN=changeme-changeme-1\n"
+    assert secrets.redact("see http://203.104.55.7:8080/x and https://203.104.55.8/y")[0] == (
+        "see http://<IP_ADDRESS_1>:8080/x and https://<IP_ADDRESS_2>/y"
+    )
+    assert secrets.redact('<a href="tel:+14158675309">')[0] == '<a href="tel:<PHONE_1>">'
+    kept = (
+        "route 203.104.55.0/24 a/203.104.55.7/b x[1]+2 345 678 90 1 f(x)+2 345 678 90 1 "
+        + 'key = "lambda(x):[y!z]+(a&b)"'
+    )
+    assert secrets.redact(kept) == (kept, {})
