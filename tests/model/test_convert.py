@@ -36,11 +36,11 @@ def test_a_wide_window_changes_nothing(trained):
     new = convert(trained, "SSS", "swa", sliding_window=64)
     with torch.no_grad():
         a, b = (m(ids(), attention="dense").hidden_bsh for m in (trained, new))
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    torch.testing.assert_close(a, b, atol=5e-5, rtol=0)  # rounding; what a window changes is a thousand times that
     narrow = convert(trained, "SSS", "swa", sliding_window=4)
     with torch.no_grad():
         c = narrow(ids(), attention="dense").hidden_bsh
-    torch.testing.assert_close(a[:, :4], c[:, :4], atol=1e-5, rtol=0)
+    torch.testing.assert_close(a[:, :4], c[:, :4], atol=5e-5, rtol=0)
     assert (a - c)[:, 4:].abs().max() > 0.05
 
 

@@ -53,10 +53,10 @@ def loss_of(model, ids):
 
 
 def close(got, want, name):
-    """To 1e-6 in float32 and 1e-11 in float64, of the tensor's largest number."""
+    """To 1e-5 in float32 and 1e-11 in float64, of the tensor's largest number: groups of other sizes round otherwise, by 1e-6."""
     got, want = got.detach(), want.detach()
     difference, size = float((got - want).abs().max()), max(1.0, float(want.abs().max()))
-    assert difference <= (1e-6 if want.dtype == torch.float32 else 1e-11) * size, f"{name} differs by {difference}"
+    assert difference <= (1e-5 if want.dtype == torch.float32 else 1e-11) * size, f"{name} differs by {difference}"
 
 
 def gradients(model):
