@@ -7,6 +7,7 @@ Check it:  python -m pytest tests/model/test_muon_sharded.py
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +74,12 @@ def plan_units(
             size = param.numel()
             for first, last in _cuts(size, world if size >= world * smallest_cut else 1):
                 units.append(Unit(index, -1, first, last, (last - first,), last - first))
-    loads = {kind: [0] * world for kind in SLOTS}
+    loads = {kind: [(0, rank) for rank in range(world)] for kind in SLOTS}  # heaps
     owners: dict[int, int] = {}
     for place in sorted(range(len(units)), key=lambda i: (-units[i].cost, i)):
         load = loads[params[units[place].param][2]]
-        owners[place] = min(range(world), key=lambda rank: (load[rank], rank))
-        load[owners[place]] += units[place].cost
+        least, owners[place] = load[0]
+        heapq.heapreplace(load, (least + units[place].cost, owners[place]))
     return [Unit(**{**unit.__dict__, "owner": owners[i]}) for i, unit in enumerate(units)]
 
 

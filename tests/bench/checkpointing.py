@@ -3,6 +3,7 @@
     python -m tests.bench.checkpointing                        # the tiny model with optimizer state, one process
     python -m tests.bench.checkpointing --mib 256              # as if the model were that large
     python -m tests.bench.checkpointing --ranks 2 --hidden 512 # ranks write what they own, against gathering on rank 0
+    python -m tests.bench.checkpointing --profile glm5         # what each of many ranks would write of the optimizer state
 
 "bare" writes the same files without manifest and hashes. "blocked" is how long the training loop waits (wall time). With
 --ranks, experts are spread over all of them; "gathered" is what was done before: weights and state joined on rank 0, which
@@ -19,13 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import save_file
 
+from model.config import ModelConfig
 from model.muon import OptimConfig, build_optimizer
+from model.muon_plan import plan_units
 from model.state_parts import Piece, gather_pieces
 from model.transformer import GlmMoeDsa
 from tasks.files import atomic_dir
 from tasks.parallel import ParallelSettings
+from tasks.params import ROOT
 from tasks.resume import ResumeStore, check_checkpoint
 from tasks.resume_files import write_end, write_part
 from tests.bench.train_speed import tiny
@@ -151,13 +156,36 @@ def compare_ranks(world: int, hidden: int, repeats: int = 3) -> list[dict[str, A
         return run_ranks(world, _on_rank, Path(folder), hidden, repeats, limit=300)
 
 
+def planned(profile: str, worlds: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
+    """(ranks, parts, bytes of all fp32 optimizer state, bytes of the rank that owns most) for a profile's model."""
+    model_config = ModelConfig.from_params(yaml.safe_load((ROOT / f"conf/{profile}.yaml").read_text())["model"])
+    with torch.device("meta"):
+        optimizer = build_optimizer(GlmMoeDsa(model_config), OptimConfig())
+    groups = optimizer.param_groups
+    trained = [(n, p, g["kind"]) for g in groups for n, p in zip(g["names"], g["params"], strict=True)]
+    rows = []
+    for world in worlds:
+        own, parts = [0.0] * world, 0
+        for unit in plan_units(trained, model_config, "split", world):
+            slots = 1 if trained[unit.param][2] == "muon" else 2  # momentum, or two moments
+            own[unit.owner] += 4 * slots * unit.numel
+            parts += slots
+        rows.append((world, parts, sum(own), max(own)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, help="instead of the tiny model: tensors of this size together")
     parser.add_argument("--ranks", type=int, help="compare the ways of several ranks")
     parser.add_argument("--hidden", type=int, default=512, help="with --ranks: width of the model")
+    parser.add_argument("--profile", help="of conf/: plan only")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.profile:
+        for world, parts, total, most in planned(args.profile, (64, 256, 1024)):
+            print(f"{world:5} ranks: {total / 1e9:.0f} GB in {parts} parts; the largest owner {most / 1e9:.1f} GB")
+        return
     if args.ranks:
         found = compare_ranks(args.ranks, args.hidden)
         print(f"{sum(row['owns'] for row in found) / 2**20:.1f} MiB per checkpoint; MiB")
