@@ -2,8 +2,8 @@
 
 Ranks come from tasks/launch.py (`parallel: {processes: 2}` in a stage's parameters) or from an outer launcher, whose
 variables are read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (torchrun, deepspeed). Each rank takes its share of
-every step's rows; the loss is the mean over the targets of all ranks; rank 0 alone writes. What is agreed on here goes
-through gloo on the host, whatever the gradients travel on.
+every step's rows; the loss is the mean over the targets of all ranks; each rank writes its part of checkpoints, rank 0 all
+else. What is agreed on here goes through gloo on the host, whatever the gradients travel on.
 
 Check it:  python -m pytest tests/tasks/test_parallel.py
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tasks.settings import Section
 
-PATIENCE = datetime.timedelta(hours=2)  # a rank may wait that long for another one: rank 0 evaluates and writes alone
+PATIENCE = datetime.timedelta(hours=2)  # a rank may wait that long for another one: rank 0 evaluates alone
 STORE_VARIABLE = "ARCLINE_STORE"  # a file through which ranks of one machine meet; else MASTER_ADDR and MASTER_PORT
 
 
@@ -125,7 +125,7 @@ class Parallel:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes checkpoints, metrics and logs."""
+        """Whether this rank publishes checkpoints and writes metrics and logs."""
         return self.rank == 0
 
     @property

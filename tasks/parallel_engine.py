@@ -1,7 +1,7 @@
 """What drives backward and step beyond one process: our own sharded optimizer, bare or under DeepSpeed.
 
 Each has the face of `model.muon.MuonSplit` and three things more: `backward(loss, last)`, `clip(limit)`, and state that
-is gathered by all ranks together.
+each rank writes and reads by its own part (model/state_parts.py).
 
     native      model/muon_sharded.py: gradients to their owners during the last backward pass of a step
     pipeline    layers spread over ranks (tasks/pipeline_engine.py), which also drives the forward: `run_step`
