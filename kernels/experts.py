@@ -28,8 +28,16 @@ def _act_backward(gate_nm, up_nm, silu_nm, dact_nm):
     m = gate_nm.shape[1]
     dgu_n2m = torch.empty(gate_nm.shape[0], 2 * m, dtype=gate_nm.dtype, device=gate_nm.device)
     torch.mul(dact_nm, silu_nm, out=dgu_n2m[:, m:])
-    dgu_n2m[:, :m] = torch.ops.aten.silu_backward(dact_nm.mul_(up_nm), gate_nm)
+    torch.ops.aten.silu_backward.grad_input(dact_nm.mul_(up_nm), gate_nm, grad_input=dgu_n2m[:, :m])
     return dgu_n2m
+
+
+def _sum_choices(rows_rh, places_r, k: int):
+    """Row n of the result is the sum of rows places[n * k : (n + 1) * k]: one pass instead of a gather and a sum."""
+    if rows_rh.device.type != "cpu" or rows_rh.dtype != torch.float32:
+        return rows_rh.index_select(0, places_r).view(-1, k, rows_rh.shape[1]).sum(1)
+    offsets_n = torch.arange(0, len(places_r), k, device=places_r.device)
+    return torch.embedding_bag(rows_rh, places_r, offsets_n, False, 0)[0]
 
 
 def _swiglu_gradients(x_nh, gu_n2m, dgu_n2m, dy_nh):
@@ -106,21 +114,21 @@ class _GroupedSwiGlu(torch.autograd.Function):
         ws_r1 = weight_nk.reshape(-1).index_select(0, order_r).unsqueeze(1).to(x_nh.dtype)
         gu_r2m = torch.empty(n * k, m2, dtype=x_nh.dtype, device=x_nh.device)
         ys_rh = torch.empty(n * k, h, dtype=x_nh.dtype, device=x_nh.device)
-        for e in range(num_experts):
-            a, b = bounds[e], bounds[e + 1]
-            if a == b:
-                continue
-            gu = gu_r2m[a:b]
-            torch.mm(xs_rh[a:b], gate_up_emh[e].T, out=gu)
-            # The routing weight scales the m-wide activation, not the H-wide output: same value, less traffic.
-            act = F.silu(gu[:, :m]).mul_(gu[:, m:]).mul_(ws_r1[a:b])
-            torch.mm(act, down_ehm[e].T, out=ys_rh[a:b])
+        counts = [b - a for a, b in zip(bounds, bounds[1:])]
+        # split, unbind: all views in one call each; a slice per use is a fifth of a small expert's time
+        parts = (t.split(counts) for t in (xs_rh, gu_r2m, gu_r2m[:, :m], gu_r2m[:, m:], ws_r1, ys_rh))
+        weights = gate_up_emh.transpose(1, 2).unbind(), down_ehm.transpose(1, 2).unbind()
+        for xs, gu, gate, up, ws, ys, gate_up_h2m, down_mh in zip(*parts, *weights):
+            if len(xs):
+                torch.mm(xs, gate_up_h2m, out=gu)
+                # The routing weight scales the m-wide activation, not the H-wide output: same value, less traffic.
+                torch.mm(F.silu(gate).mul_(up).mul_(ws), down_mh, out=ys)
         inverse_r = torch.empty_like(order_r)
         inverse_r[order_r] = torch.arange(n * k, device=order_r.device)
         ctx.save_for_backward(x_nh, gate_up_emh, down_ehm, gu_r2m, ws_r1, token_r, inverse_r)
         ctx.bounds, ctx.shape = bounds, (n, k)
         ctx.queue, ctx.weights = queue, (gate_up_emh, down_ehm) if queue is not None else None
-        return ys_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
+        return _sum_choices(ys_rh, inverse_r, k)
 
     @staticmethod
     def backward(ctx, dy_nh):
@@ -137,27 +145,26 @@ class _GroupedSwiGlu(torch.autograd.Function):
         dws_r = torch.empty(n * k, dtype=x_nh.dtype, device=x_nh.device)
         dgate_up = torch.empty_like(gate_up_emh) if need_w else None
         ddown = torch.empty_like(down_ehm) if need_w else None
-        for e in range(num_experts):
-            a, b = bounds[e], bounds[e + 1]
-            if a == b:
+        counts = [b - a for a, b in zip(bounds, bounds[1:])]
+        parts = (t.split(counts) for t in (gu_r2m[:, :m], gu_r2m[:, m:], ws_r1, dys_rh, dxs_rh, dws_r))
+        for e, (gate, up, ws, dys, dxs, dws) in enumerate(zip(*parts)):
+            if not len(gate):
                 if need_w:
                     dgate_up[e].zero_()
                     ddown[e].zero_()
                 continue
-            gate, up, dys = gu_r2m[a:b, :m], gu_r2m[a:b, m:], dys_rh[a:b]
             silu = F.silu(gate)
             act = silu * up
             dact = dys @ down_ehm[e]  # gradient of the weighted activation
-            torch.sum(dact * act, dim=1, out=dws_r[a:b])
-            dact.mul_(ws_r1[a:b])
-            dgu = _act_backward(gate, up, silu, dact)
-            torch.mm(dgu, gate_up_emh[e], out=dxs_rh[a:b])
+            torch.sum(dact * act, dim=1, out=dws)
+            dgu = _act_backward(gate, up, silu, dact.mul_(ws))
+            torch.mm(dgu, gate_up_emh[e], out=dxs)
             if later_r2m is not None:
-                later_r2m[a:b] = dgu
+                later_r2m[bounds[e] : bounds[e + 1]] = dgu
             if need_w:
-                torch.mm(dys.T, act.mul_(ws_r1[a:b]), out=ddown[e])
-                torch.mm(dgu.T, xs_rh[a:b], out=dgate_up[e])
-        dx_nh = dxs_rh.index_select(0, inverse_r).view(n, k, h).sum(1)
+                torch.mm(dys.T, act.mul_(ws), out=ddown[e])
+                torch.mm(dgu.T, xs_rh[bounds[e] : bounds[e + 1]], out=dgate_up[e])
+        dx_nh = _sum_choices(dxs_rh, inverse_r, k)
         dweight_nk = dws_r.index_select(0, inverse_r).view(n, k)
         if later_r2m is not None:
             kept = (x_nh, token_r, gu_r2m, later_r2m, ws_r1, dy_nh)
