@@ -1,7 +1,8 @@
 """Search for evaluation items in documents: shared word n-grams, whole short items, and passages with a few words changed.
 
 Words are those of tasks/shingles.py after Unicode NFKC, so that case, punctuation, full-width forms and the digits of other
-scripts do not count; English number words up to ninety are read as digits. Three ways to be found:
+scripts do not count; English number words up to ninety are read as digits, character references of HTML as what they stand
+for, and `_` as a blank. Three ways to be found:
 
 exact    a run of `ngram` words in common, or the whole of an item that has fewer words (GPT-3 and later reports);
 fuzzy    a passage of an item (the item, or 48 words of a long one at every 24) of which a part >= `threshold` stands in the
@@ -10,7 +11,9 @@ fuzzy    a passage of an item (the item, or 48 words of a long one at every 24) 
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +31,7 @@ PASSAGE, STRIDE = 48, 24
 MAX_OWNERS = 64  # a run of four words that more passages hold says too little to start from
 PART = 1 << 17  # words of a document searched for passages at a time, which bounds the memory of what begins everywhere
 MATCHED_CHARS = 200
+_ENTITY = re.compile(r"&(?:#\d{2,6}|#[xX][0-9a-fA-F]{2,5}|[A-Za-z]{2,8});")
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -63,7 +67,8 @@ def _digits(hashes, words, digits):
 
 def _words(text: str) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """(text as searched, hash, begin and end of its words)."""
-    text = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    text = html.unescape(text) if "&" in text and _ENTITY.search(text) else text
+    text = (text if text.isascii() else unicodedata.normalize("NFKC", text)).replace("_", " ")
     hashes, begins, ends = word_spans(text)
     _digits(hashes, *_number_words())
     return text, hashes, begins, ends

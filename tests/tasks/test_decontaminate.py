@@ -86,6 +86,9 @@ LEAKS = {
     "four words changed": lambda rng, t: changed(rng, t, 4),
     "a word dropped every ten": lambda rng, t: " ".join(w for i, w in enumerate(t.split()) if i % 10 != 7),
     "soft hyphens": lambda rng, t: t.replace("o", "o\u00ad"),
+    "references of HTML": lambda rng, t: t.replace(" ", "&nbsp;").replace("e", "&#101;"),
+    "underscores": lambda rng, t: " ".join(f"_{w}_" for w in t.split()),
+    "one name": lambda rng, t: t.replace(" ", "_"),
 }
 
 
