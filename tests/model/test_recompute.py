@@ -111,7 +111,8 @@ def test_the_model_is_itself_again_and_without_gradient_nothing_changes():
     ids = torch.arange(20)[None]
     with saving(model, "block", True), torch.no_grad():
         inside = model(ids).hidden_bsh
-    assert torch.equal(inside, model(ids).hidden_bsh)
+    with torch.no_grad():  # with a gradient, other kernels run
+        assert torch.equal(inside, model(ids).hidden_bsh)
     assert not any("forward" in vars(m) for m in model.modules())
     with (
         pytest.raises(ValueError, match="recompute is 'all'; expected one of none, selective, block"),
