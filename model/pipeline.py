@@ -218,6 +218,8 @@ class Pipeline:
         self.local = RankModel(cfg, own, device) if local is None else local
         self.ledger = Ledger()
         self.shared = self._shared()
+        # Kept here: during a step in another precision the modules hold copies.
+        self.shared_parameters = {name: self.local.get_parameter(name) for name in self.shared}
         stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.stages = {spec.index: ModelStage(self.local, spec, self.ledger, schedule.split, stream) for spec in own}
         apart = {
@@ -293,8 +295,7 @@ class Pipeline:
         own = self.grid.place, self.stages, transport, self.gradients
         execute(self.schedule, *own, batches, shares, weights, trace)
         self.gradients.finish()
-        for name in sorted(self.shared):
-            param = self.local.get_parameter(name)
+        for name, param in sorted(self.shared_parameters.items()):
             if param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param)
             if self.shared[name] is not None and param.requires_grad:
