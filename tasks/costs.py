@@ -184,14 +184,20 @@ def state_bytes(cfg: ModelConfig, optimizer: Mapping[str, object], train: str = 
     }
 
 
-def refuse_too_large(cfg: ModelConfig, optimizer: Mapping[str, object], train: str, available: int, stage: str) -> None:
-    """ValueError naming the keys when weights, gradients and optimizer state alone exceed `available` bytes."""
-    needed = state_bytes(cfg, optimizer, train)
+def refuse_too_large(
+    cfg: ModelConfig, optimizer: Mapping[str, object], train: str, available: int, stage: str, ranks: int = 1
+) -> None:
+    """ValueError naming the keys when weights, gradients and optimizer state alone exceed a rank's `available` bytes.
+
+    Every rank begins with whole weights; gradients and optimizer state are spread over the ranks.
+    """
+    needed = {k: n // (1 if k == "weights" else ranks) for k, n in state_bytes(cfg, optimizer, train).items()}
     if sum(needed.values()) <= available:
         return
     kinds = ", ".join(f"{kind} {size / 1e9:,.1f}" for kind, size in needed.items())
+    where, each = ("in one process", "") if ranks == 1 else (f"on {ranks} ranks", " on each")
     raise ValueError(
-        f"stage {stage}: training this model in one process needs at least {sum(needed.values()) / 1e9:,.1f} GB ({kinds}), the "
+        f"stage {stage}: training this model {where} needs at least {sum(needed.values()) / 1e9:,.1f} GB ({kinds}){each}, the "
         f"device has {available / 1e9:,.1f} GB. Most of it is set by model.num_hidden_layers ({cfg.num_hidden_layers}), "
         f"model.hidden_size ({cfg.hidden_size}) and model.n_routed_experts ({cfg.n_routed_experts}); "
         "`python -m tasks plan --profile NAME --cluster gpus=N` says what would hold it"

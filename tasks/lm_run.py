@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import torch
 from pydantic import Field, model_validator
 from torch import nn
@@ -20,7 +19,7 @@ from model.checkpoint import load_checkpoint, load_config
 from model.config import ModelConfig
 from model.muon import build_optimizer
 from model.transformer import GlmMoeDsa
-from tasks.costs import refuse_too_large
+from tasks.fits import refuse
 from tasks.heldout import flat_heldout, heldout_loss, max_attention_logits
 from tasks.init_from import starting_checkpoint
 from tasks.model_parallel import apply_parallelism
@@ -148,13 +147,6 @@ def token_dep(stage: Stage) -> TokenSet:
 checkpoint_dep = starting_checkpoint
 
 
-def device_memory() -> int:
-    """Bytes of the memory that training uses: the accelerator's, else the machine's."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
-    return psutil.virtual_memory().total
-
-
 def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa:
     """The model of the previous stage, or a new one from the `model` section, seeded by the line's seed.
 
@@ -180,7 +172,7 @@ def start_model(stage: Stage, tokens: TokenSet, train: str = "all") -> GlmMoeDsa
     depth = stage.config.mtp.depth
     if depth and not cfg.num_nextn_predict_layers and train != "indexer":
         raise ValueError(f"{key}.mtp.depth is {depth}, but the model has no MTP layer (num_nextn_predict_layers is 0)")
-    refuse_too_large(cfg, stage.config.optimizer.model_dump(), train, device_memory(), stage.name)
+    refuse(stage, cfg, stage.config.optimizer.model_dump(), train)
     if source is not None:
         model = load_checkpoint(source)
     else:

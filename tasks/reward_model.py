@@ -83,7 +83,7 @@ def preference_pair(problem: Problem, rng: random.Random) -> tuple[list[dict], l
 class Config(FromCheckpoint):
     STARTS_FROM = "data/sft"
 
-    families: dict[str, dict[str, Any]] = Field(description="families whose solutions make the pairs")
+    families: dict[str, dict[str, Any]] = Field(min_length=1, description="families whose solutions make the pairs")
     steps: int = Field(ge=1)
     pairs: int = Field(24, ge=1, description="pairs of one step")
     heldout_pairs: int = Field(128, ge=1)

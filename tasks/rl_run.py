@@ -32,7 +32,9 @@ from tasks.stage import FromCheckpoint, Stage
 class RunConfig(FromCheckpoint):
     """Settings that all RL stages have."""
 
-    families: dict[str, dict[str, Any]] = Field(description="problem families to train on: name -> its fields")
+    families: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="problem families to train on: name -> its fields"
+    )
     eval_families: dict[str, dict[str, Any]] = Field(default_factory=dict, description="families also evaluated")
     eval_problems: int = Field(128, ge=1, description="held-out problems of each family, sampled once each")
     steps: int = Field(ge=1, description="rollout batches")

@@ -154,9 +154,10 @@ def heldout_losses(model: torch.nn.Module, data: SftSet, micro_tokens: int) -> d
 
 def run(stage: Stage) -> None:
     """Train from the mid-trained sparse checkpoint; report held-out losses and held-out accuracy."""
-    from model.checkpoint import load_checkpoint
+    from model.checkpoint import load_checkpoint, load_config
     from model.decode import Decoder
     from model.muon import build_optimizer
+    from tasks.fits import refuse
     from tasks.problems import build_all
     from tasks.rl_eval import evaluate_families, load_tokenizer, sft_families
     from tasks.spread_output import save_output
@@ -166,6 +167,8 @@ def run(stage: Stage) -> None:
     torch.set_num_threads(int(stage.params.get("threads", 1)))
     source, data_dir = starting_checkpoint(stage), stage.dep("data/sft_data")
     train, heldout = SftSet(data_dir, "train"), SftSet(data_dir, "heldout")
+    longest = max(int((data.offsets[1:] - data.offsets[:-1]).max(initial=0)) for data in (train, heldout))
+    refuse(stage, load_config(source), config.optimizer.model_dump(), length=longest)
     model = load_checkpoint(source).to(pick_device())
     section = {"name": "sft", "seq_len": config.micro_tokens, "sparse": True}
     layout = apply_parallelism(model, config.parallel, ranks, section)

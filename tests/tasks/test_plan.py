@@ -108,6 +108,16 @@ def test_too_large_a_model_is_refused_with_the_keys():
     refuse_too_large(tiny(), {}, "all", 10**9, "pretrain-general")
 
 
+def test_gradients_and_optimizer_state_are_spread_over_the_ranks():
+    needed = state_bytes(tiny(), {})
+    fits_two = needed["weights"] + (needed["gradients"] + needed["optimizer"]) // 2 + 2
+    refuse_too_large(tiny(), {}, "all", fits_two, "sft", ranks=2)
+    with pytest.raises(ValueError, match="stage sft: training this model in one process needs"):
+        refuse_too_large(tiny(), {}, "all", fits_two, "sft")
+    with pytest.raises(ValueError, match=r"on 2 ranks needs at least .* on each, the device has 0.0 GB"):
+        refuse_too_large(tiny(), {}, "all", fits_two // 2, "sft", ranks=2)
+
+
 def test_bubble_of_1f1b_by_hand():
     layout = plan.Layout(pp=4)
     assert plan.bubble(layout, 8, frozenset()) == 3 / 8

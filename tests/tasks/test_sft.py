@@ -182,3 +182,13 @@ def test_held_out_samples_without_a_trained_token_have_no_loss():
     rows = [("silent", ids, np.zeros(10, int)), ("spoken", ids, np.ones(10, int)), ("spoken", ids, np.zeros(10, int))]
     losses = sft.heldout_losses(micro_model(), rows, 64)
     assert losses.keys() == {"loss/spoken"} and 0 < losses["loss/spoken"] < 20
+
+
+def test_samples_beyond_the_models_context_are_refused(made, tmp_path):
+    deps = {"data/sft_data": made[0] / "one/data/sft_data", "data/dsa_adapt": tmp_path / "short"}
+    save_random_checkpoint(tmp_path / "short")
+    config = json.loads((tmp_path / "short/config.json").read_text()) | {"max_position_embeddings": 16}
+    (tmp_path / "short/config.json").write_text(json.dumps(config))
+    settings = {"batch_samples": 8, "eval_problems": 2, "optimizer": {"lr_matrix": 5e-3}}
+    with pytest.raises(ValueError, match=r"stage sft: the longest sample has \d+ tokens, above .* of 16"):
+        run_stage_for_test(sft, settings, None, deps, ["data/sft"], tmp=tmp_path)
