@@ -186,14 +186,13 @@ def attention_mass(q_brhd: torch.Tensor, k_bthd: torch.Tensor, allowed_brt: torc
     """Main attention probabilities of chosen query rows, summed over heads: the indexer's target p before normalisation [B,R,T].
 
     q [B,R,H,d], k [B,T,H,d]; softmax over the allowed keys only, which renormalises on the selected set in the sparse stage.
+    At least fp32: float64 models, which only checks have, get it in float64.
     """
-    bias = torch.zeros(allowed_brt.shape, dtype=torch.float32, device=q_brhd.device).masked_fill_(
-        ~allowed_brt, float("-inf")
-    )
+    wide = torch.promote_types(q_brhd.dtype, torch.float32)
+    bias = torch.zeros(allowed_brt.shape, dtype=wide, device=q_brhd.device).masked_fill_(~allowed_brt, float("-inf"))
     mass = None
     for h in range(q_brhd.shape[2]):
-        probs = torch.baddbmm(
-            bias, q_brhd[:, :, h].float(), k_bthd[:, :, h].float().transpose(1, 2), alpha=scale
-        ).softmax(-1)
+        keys_bdt = k_bthd[:, :, h].to(wide).transpose(1, 2)
+        probs = torch.baddbmm(bias, q_brhd[:, :, h].to(wide), keys_bdt, alpha=scale).softmax(-1)
         mass = probs if mass is None else mass.add_(probs)
     return mass

@@ -51,7 +51,7 @@ def test_right_padding_does_not_reach_real_tokens(attention):
     with torch.no_grad():
         short = model(batch, attention=attention)
         long = model(padded, attention=attention, token_mask_bs=mask)
-    torch.testing.assert_close(long.hidden_bsh[:, :30], short.hidden_bsh, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(long.hidden_bsh[:, :30], short.hidden_bsh, atol=5e-5, rtol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(long.router_counts, short.router_counts))
 
 
