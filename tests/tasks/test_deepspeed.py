@@ -100,6 +100,18 @@ def test_zero_resumes(two, tmp_path):
 
 
 @pytest.mark.slow
+def test_zero_hands_over_to_one_process_and_back(two, tmp_path):
+    """Its flat partitions are written as ranges of parameters, which any engine reads."""
+    plain, whole = zero(2) | {"settings": None}, two[0]["zero 2"]["weights"]
+    run_ranks(2, many, tmp_path, {"a": zero(2) | {"stop": 7}}, limit=300)
+    found = train(0, 1, tmp_path / "a", plain)
+    assert min(found["points"]) == 5 and far(found["weights"], whole) < 2e-5
+    train(0, 1, tmp_path / "b", plain | {"stop": 7})
+    for found in run_ranks(2, many, tmp_path, {"b": zero(1)}, limit=300):
+        assert min(found["b"]["points"]) == 5 and far(found["b"]["weights"], whole) < 2e-5
+
+
+@pytest.mark.slow
 def test_a_stage_under_deepspeeds_launcher_and_engine(whole, tmp_path):
     base = ws.workspace(tmp_path / "w", **LONG)
     ws.spread_over(base, processes=2, launcher="deepspeed", engine="deepspeed")
