@@ -3,8 +3,10 @@
     dvc repro web            (or, for debugging: python -m tasks web)
 
 Reads data/acquire and, for the user's own `sources`, the records of data/ingest. For pages: WARC or record -> charset -> main
-content -> language -> heuristic filters -> quality scores -> the lowest buckets dropped. Encyclopedia and prose enter as they
-are, with language and scores. Works in two passes over units (tasks/web_pages.py), with scratch files between them, so that
+content -> language -> heuristic filters -> quality scores -> the lowest buckets dropped. Encyclopedia and prose, and texts of a
+source with a `domain`, enter as they are, with language and scores.
+
+Works in two passes over units (tasks/web_pages.py), with scratch files between them, so that
 memory does not grow with the corpus; the classifiers are trained between the passes. Writes documents/ (score columns
 `lang_score`, `quality`, `quality_<model>`, `quality_bucket`, and `knowledge`, `educational`, `machine_text`, `template` of
 pages: tasks/web_judges.py), exclusions/ (what was removed, by which rule, at which value), quality/ and judges/ (the
@@ -291,8 +293,8 @@ def _quantiles(units: list[ReadTask]) -> dict[bool, Quantiles]:
     for unit in units:
         if unit.kind != "texts":
             found: dict[bool, list[float]] = {True: [], False: []}
-            for row in _rows(unit, ["lang", "removed"]):
-                if row["removed"] is None:
+            for row in _rows(unit, ["lang", "removed", "domain"]):
+                if row["removed"] is None and row["domain"] == "web":
                     found[row["lang"] == "en"].append(row["quality"])
             for english, scores in found.items():
                 groups[english].add(np.array(scores))
@@ -320,7 +322,7 @@ def _documents(
                 excluded.add(row | {"text": "\n".join(lines)}, LINES + rule, len(lines))
                 flow.lines[rule] += len(lines)
             licence = json.loads(row["meta"]).get("licence", "")
-            if unit.kind == "texts":
+            if unit.kind == "texts" or row["domain"] != "web":
                 flow.keep(row, size, licence)
                 yield row
                 continue

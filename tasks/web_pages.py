@@ -173,8 +173,9 @@ def _read_records(task: ReadTask, identifier: LanguageIdentifier) -> Iterator[Fo
             "record": record.id,
         }
         meta = record.meta | {k: v for k, v in named.items() if v} | {"licence": record.licence}
-        found = _document(text, record.source or "records", "web", record.url or record.path, meta, identifier)
-        yield Found(found, True)
+        domain = meta.get("domain", "web") if record.kind == "text" else "web"  # as the source in params.yaml says
+        found = _document(text, record.source or "records", domain, record.url or record.path, meta, identifier)
+        yield Found(found, domain == "web")
 
 
 _READERS = {"warc": _read_warc, "texts": _read_texts, "records": _read_records}

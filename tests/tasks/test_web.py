@@ -208,6 +208,7 @@ def test_records_of_the_user_go_the_way_of_pages(acquired, tmp_path):
         Record("r3", "text", b"too short", "c.txt", "", "mine"),
         Record("r4", "html", b"%PDF-1.7", "d.html", "", "mine"),
         Record("r5", "code", b"print(1)", "e.py", "", "mine"),
+        Record("r6", "text", b"a short verse", "f.txt", "", "verse", meta={"domain": "prose"}),
     ]  # fmt: skip
     out, metrics = run(tmp_path, acquired, records, quality=CONFIG["quality"] | {"drop_buckets": 0})
     mine = {d["url"]: d for d in read_documents(out) if d["source"] == "mine"}
@@ -216,6 +217,10 @@ def test_records_of_the_user_go_the_way_of_pages(acquired, tmp_path):
         json.loads(mine["b.txt"]["meta"])["licence"] == "CC0-1.0" and "at the end of the bay" in mine["b.txt"]["text"]
     )
     assert [r["reason"] for r in read_exclusions(out) if r["source"] == "mine"] == ["min_chars"]
+    (verse,) = (
+        d for d in read_documents(out) if d["source"] == "verse"
+    )  # its source names a domain: no rules for pages
+    assert (verse["text"], verse["domain"]) == ("a short verse", "prose")
     lines = [json.loads(line) for line in (out / "rejects/part-00000.jsonl").read_text().splitlines()]
     assert [(x["id"], x["reason"]) for x in lines if x["id"][0] == "r"] == [("r4", "not_text")]
 
