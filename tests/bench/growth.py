@@ -4,7 +4,7 @@
     python -m tests.bench.growth dedup --sizes 10000 100000 1000000   # the million: 2 GB of text, 5 GB of disk
     python -m tests.bench.growth dedup --kind copies --sizes 100000 1000000   # half of all documents repeat another
     python -m tests.bench.growth dedup --templates                    # with SemDedup (needs data/acquire's embedding model)
-    python -m tests.bench.growth web --sizes 10000 100000             # hours: the web path does tens of pages a second
+    python -m tests.bench.growth web --sizes 10000 100000             # the web path does about a hundred pages a second and core
 
 Real documents, and from the second round on perturbed ones (tests/bench/dedup.py's 300-word chunks with fifteen words in a
 hundred changed; pages of data/acquire with a word in eight changed between their tags). `copies` has 40 random words a
@@ -15,8 +15,8 @@ classifiers, which every run pays once. Memory is the highest sum over the stage
 allocated, `with files` counts mapped files and shared libraries too, once for each process. `bytes a document` is the
 growth of `own` since the size before.
 
-What a million pages cost is not measured but the marginal line says it: the web path works unit by unit, its cost is
-linear in them.
+A million pages through the web path have not been run (some three hours of one core): the path works unit by unit, so its
+cost is linear in them, and the marginal figure is what to multiply.
 """
 
 from __future__ import annotations
