@@ -95,8 +95,7 @@ def compare(results, case, dtype):
             close(m[2][i], want.detach(), limit, f"hidden {i}")
     assert all(set(m[3]) == set(grads) for m in mine)
     for name, want in grads.items():
-        # the indexer's target is computed in fp32 in every type
-        close(sum(m[3][name] for m in mine) / world, want, max(limit, 1e-5 if ".indexer." in name else 0.0), name)
+        close(sum(m[3][name] for m in mine) / world, want, limit, name)
 
 
 @pytest.mark.parametrize(
