@@ -180,7 +180,10 @@ def measuring(model: nn.Module) -> Iterator[bool]:
 
 def _divides(key: str, part: int, world: int) -> None:
     if world % part:
-        raise ValueError(f"parallel.{key} is {part}, which does not divide the {world} ranks of this run")
+        raise ValueError(
+            f"parallel.{key} is {part}, which does not divide the {world} ranks of this run (parallel.processes, or an outer "
+            "launcher's WORLD_SIZE)"
+        )
 
 
 def _route(part: int, rank: int, settings: ParallelSettings) -> Route:

@@ -174,7 +174,13 @@ def test_arithmetic_in_bfloat16(tmp_path):
         assert found["result"] == pytest.approx(whole["result"], rel=1e-2)
 
 
-@pytest.mark.parametrize("before, after", [((1, {}), (2, {"pipeline": 2})), ((2, {"pipeline": 2}), (1, {}))])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((2, {"pipeline": 2}), (1, {})),
+        pytest.param((1, {}), (2, {"pipeline": 2}), marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_without_and_with_a_pipeline(before, after, tmp_path):
     whole = train(0, 1, tmp_path / "one", {})
     for (world, parallel), stop in ((before, {"stop": 3}), (after, {})):
