@@ -191,6 +191,7 @@ class ShardedGradients:
 
     def gather(self, stage: int) -> dict[str, Tensor]:
         """A stage's whole gradients by name, from all ranks' shards, where backward made one. A collective call."""
+        assert self.owners is None, "owners step with what `owned` gives them"
         size = self.sizes[stage]
         flat = self._empty(size * self.ranks)
         if self.ranks > 1:
