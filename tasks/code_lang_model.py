@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import safe_open
 
 MODEL = Path(__file__).resolve().parents[1] / "conf" / "code_lang.safetensors"
-MAX_CHARS = 6000
+MAX_CHARS = 4000
 UNKNOWN = ("", 0.0)
 _TOKEN = re.compile(r"\n[ \t]*|[#@$%&.:\\<?!-]?[^\W\d]\w*[?!:]?|\d[\w.]*|[^\w\s]{1,3}", re.ASCII)
 _WORD = re.compile(r"[#@$%&.:\\<?!-]?([^\W\d]\w*)[?!:]?$", re.ASCII)

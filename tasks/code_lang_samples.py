@@ -8,14 +8,17 @@ is held out by package: no package gives files to both sides.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tasks import archives, code_lang, licences
+from tasks import archives, code_lang, code_lang_names, licences
 
 MAX_CHARS = 16_000
 _MIN_CHARS = 24
@@ -86,13 +89,20 @@ def label(path: str, text: str, languages: frozenset[str]) -> str:
     if name in _NAMES or name.startswith("dockerfile"):
         return _NAMES.get(name, "dockerfile")
     extension = name.rpartition(".")[2] if "." in name.lstrip(".") else ""
+    if name.startswith("requirements") and extension == "txt":  # a format of its own
+        return ""
     if extension in _BY_FORMAT and extension != "cls":
         return "" if _BY_FORMAT[extension] == "ini" and not _INI.search(text) else _BY_FORMAT[extension]
     if extension == "bas" and not _VISUAL_BASIC.search(text):  # some other BASIC
         return ""
     if extension in _EXTRA and _EXTRA[extension]:
         return _EXTRA[extension]
+    language = code_lang_names.by_name(name, text)
+    if language:
+        return language
     language, how = code_lang.label_by_name(path, text)
+    if how in ("content", "unknown") and code_lang_names.is_paper(name) and parts[0] != "debian":
+        return "text"
     if how in ("folder label", "content", "unknown") or parts[0] == "debian":
         return ""
     return _FOLDERS.get(language, language)
@@ -113,37 +123,61 @@ def _usable(text: str) -> bool:
     return len(text.strip()) >= _MIN_CHARS and max(map(len, lines[:50])) < 2000 and text.count("\ufffd") < 3
 
 
+def package_name(path: Path) -> str:
+    """Name of an archive without its version."""
+    return re.split(r"[_-]v?\d", path.name.removesuffix(".tar"))[0].lower()
+
+
+def read_package(path: Path, languages: frozenset[str], per_package: int = _PER_PACKAGE) -> tuple[list[Sample], str]:
+    """(samples, licences that its licence files state) of an archive or folder; at most `per_package` samples of a language,
+    six times as many where it holds over 40 languages, no repeats."""
+    package = package_name(path)
+    seen: set[bytes] = set()
+    found: dict[str, list[Sample]] = defaultdict(list)
+    stated: dict[str, str] = {}
+    for name, data in _files(path):
+        if licences.is_licence_file(name) and name.count("/") < 2 and len(stated) < 4:
+            stated[name] = data.decode("utf-8", "replace")
+        text = snippet(name, data[: 4 * MAX_CHARS].decode("utf-8", "replace").replace("\r\n", "\n"))[:MAX_CHARS]
+        language = label(name, text, languages) if _usable(text) else ""
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+        if language in languages and digest not in seen:
+            seen.add(digest)
+            found[language].append(Sample(language, package, name, text))
+    out: list[Sample] = []
+    for language in sorted(found):
+        samples = sorted(found[language], key=lambda s: hashlib.sha256(s.path.encode()).digest())
+        out += samples[: per_package * (6 if len(found) > 40 else 1)]
+    return out, " AND ".join(sorted(set(licences.by_folder(stated).values())))
+
+
 def read_packages(
     paths: Iterable[Path],
     languages: frozenset[str],
     per_package: int = _PER_PACKAGE,
     about: dict[str, dict[str, str]] | None = None,
+    workers: int = 1,
 ) -> Iterator[Sample]:
-    """Samples of archives (or of folders, one package each); at most `per_package` of a language out of each, no repeats.
+    """Samples of archives (or of folders, one package each), read by `workers` processes; no text twice.
 
     `about` gets the sha256 of every archive and the licences that its licence files state, by the archive's name.
     """
+    paths = sorted(paths, key=lambda p: p.name)
+    reader = partial(read_package, languages=languages, per_package=per_package)
     seen: set[bytes] = set()
-    for path in sorted(paths, key=lambda p: p.name):
-        package = re.split(r"[_-]v?\d", path.name.removesuffix(".tar"))[0].lower()
-        found: dict[str, list[Sample]] = defaultdict(list)
-        stated: dict[str, str] = {}
-        for name, data in _files(path):
-            if licences.is_licence_file(name) and name.count("/") < 2 and len(stated) < 4:
-                stated[name] = data.decode("utf-8", "replace")
-            text = snippet(name, data[: 4 * MAX_CHARS].decode("utf-8", "replace").replace("\r\n", "\n"))[:MAX_CHARS]
-            language = label(name, text, languages) if _usable(text) else ""
-            digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
-            if language in languages and digest not in seen:
-                seen.add(digest)
-                found[language].append(Sample(language, package, name, text))
-        if about is not None:
-            digest = "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
-            named = sorted(set(licences.by_folder(stated).values()))
-            about[path.name] = {"package": package, "sha256": digest, "licence": " AND ".join(named)}
-        for language in sorted(found):
-            samples = sorted(found[language], key=lambda s: hashlib.sha256(s.path.encode()).digest())
-            yield from samples[: per_package * (6 if len(found) > 40 else 1)]
+    with multiprocessing.get_context("spawn").Pool(workers) if workers > 1 else nullcontext() as pool:
+        for path, (samples, licence) in zip(
+            paths, pool.imap(reader, paths) if pool else map(reader, paths), strict=True
+        ):
+            if about is not None:
+                of = "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+                package = package_name(path)
+                about[path.name] = {"package": package, "sha256": of, "licence": licence}
+            for sample in samples:
+                digest = hashlib.sha256(sample.text.encode("utf-8", "replace")).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    yield sample
 
 
 def _files(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -159,10 +193,12 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def without_copies(samples: Iterable[Sample], of: Iterable[Sample]) -> list[Sample]:
-    """`samples` but for those that share half of their lines, or half of the other's, with a sample of `of`.
+    """`samples` but for those equal to one of `of`, or that share half of their lines or of the other's with one.
 
     Lines under 20 characters and those that more than five of `of` have (licence notices) do not count.
     """
+    of = list(of)
+    whole = {s.text.strip() for s in of}
     others = [_long_lines(s) for s in of]
     holders: dict[str, list[int]] = defaultdict(list)
     for i, lines in enumerate(others):
@@ -172,6 +208,8 @@ def without_copies(samples: Iterable[Sample], of: Iterable[Sample]) -> list[Samp
     sizes = [sum(line in holders for line in lines) for lines in others]
     kept = []
     for sample in samples:
+        if sample.text.strip() in whole:
+            continue
         lines = _long_lines(sample)
         shared = Counter(i for line in lines for i in holders.get(line, ()))
         if not any(n >= 2 and 2 * n >= min(sizes[i], len(lines)) for i, n in shared.items()):

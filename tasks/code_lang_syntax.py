@@ -49,7 +49,9 @@ _MARKS = _compile(
     ("prolog", r"^:- (module|use_module|dynamic|initialization)\("),
     (
         "scala",
-        r"^[ \t]*(case (class|object) [A-Z]|implicit (def|val|class) |import scala\.|sealed trait [A-Z])",
+        r"^[ \t]*(case (class|object) [A-Z]|implicit (def|val|class) |import scala\.|sealed trait [A-Z]|package object \w"
+        r"|((override|private|protected|implicit|final|inline) )*def \w+(\[[^\]\n]{1,60}\])?(\([^)\n]{0,120}\)){0,3} ?: ?[A-Z]"
+        r"[\w.]*(\[[^\n=]{1,60}\])? ?=\s)|\bArray\[String\]|\" %%%? \"",
     ),
     (
         "kotlin",
@@ -110,6 +112,8 @@ def distinctive(text: str) -> str:
     if start == "[" or start.isalpha():
         if _is_toml(text):
             return "toml"
+    if _is_ini(opening):
+        return "ini"
     for language, pattern in _MARKS:
         if pattern.search(head):
             return language
@@ -140,6 +144,19 @@ def _is_toml(text: str) -> bool:
         return bool(tomllib.loads(text))
     except (ValueError, RecursionError):
         return False
+
+
+_INI_LINE = re.compile(r"\s*([#;].*|\[[^\]\n]+\]\s*([#;].*)?|[\w.@$*/: -]{1,60}[=:].*|[\w.-]+)?\s*$")
+
+
+def _is_ini(opening: str) -> bool:
+    """Whether the text opens with a `[section]` of its own line and goes on with settings, sections and comments alone."""
+    lines = [line for line in opening.splitlines()[:200] if line.strip()]
+    if len(lines) < 2 or not re.match(r"\[[\w .:\"/@*-]+\]\s*$", lines[0]):
+        return False
+    settings = sum(bool(re.match(r"\s*[\w.@$*/: -]{1,60}=", line)) for line in lines)
+    plain = sum(bool(_INI_LINE.match(line)) or line[0] in " \t" for line in lines)  # indented: a value goes on
+    return settings > 0 and plain >= 0.9 * len(lines)
 
 
 def relative(language: str, text: str) -> str:

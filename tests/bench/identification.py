@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tasks import code_lang, code_lang_fit, langid_rules
+from tasks.code_lang_clean import clean
 from tasks.code_lang_samples import Sample, read_packages
 from tasks.langid import LanguageIdentifier
 from tests.tasks.test_code_lang import SNIPPETS
@@ -129,7 +130,7 @@ def main() -> None:
     programming("snippets of the tests", [Sample(lang, "tests", lang, text) for lang, text in SNIPPETS.items()])
     paths = [path for folder in args.code for path in sorted(folder.iterdir())]
     if paths:
-        samples = list(read_packages(paths, frozenset(code_lang_fit.LANGUAGES)))
+        samples = list(clean(read_packages(paths, frozenset(code_lang_fit.LANGUAGES))))
         held_out = [s for s in samples if code_lang_fit.held_out(s.package)]
         linguist = [s for s in held_out if s.package.startswith("github-linguist")]
         programming("Linguist's samples, languages of at least 4 files that magika has too", linguist, 4)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tasks import code_lang, code_lang_fit, code_lang_model, code_lang_samples
+from tasks import (
+    code_lang,
+    code_lang_clean,
+    code_lang_fit,
+    code_lang_model,
+    code_lang_names,
+    code_lang_samples,
+    code_lang_syntax,
+)
 from tasks.code_lang_model import CodeLanguageModel
 from tasks.code_lang_samples import Sample
 
@@ -162,6 +170,55 @@ def test_a_model_says_what_it_was_made_from(tmp_path):
 
 
 def test_features_of_one_package_alone_are_not_learned():
-    counted = [("c", {"both": 1, "mine": 1}, 1.0)] * 8 + [("d", {"both": 1}, 1.0)] * 8
+    counts, names = code_lang_fit.matrix([{"both": 1, "mine": 1}] * 8 + [{"both": 1}] * 8)
     packages = ["a"] * 8 + ["b"] * 8
-    assert code_lang_fit.select(counted, 5, packages) == ["both"]
+    chosen = code_lang_fit.select(counts, names, ["c"] * 8 + ["d"] * 8, np.ones(16), packages, 5)
+    assert [names[i] for i in chosen] == ["both"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "language"),
+    [
+        ("a.sbt", "x", "scala"), (".bashrc", "x", "shell"), ("makefile.am", "x", "makefile"), ("makefile.pl", "x", "perl"),
+        ("a.service", "[Unit]\nA=b\n", "ini"), ("a.service", "no sections", ""), ("a.props", "<Project/>", "xml"),
+        ("a.props", "key=value", ""), ("x.app.src", "{application, x, []}.", "erlang"), ("a.unseen", "x", ""),
+    ],
+)  # fmt: skip
+def test_labels_by_name_and_sign(name, text, language):
+    assert code_lang_names.by_name(name, text) == language
+
+
+def test_a_second_look_settles_or_drops_labels():
+    def settled(language, path, text):
+        return code_lang_clean.settled(Sample(language, "p", path, text))
+
+    assert settled("text", "a/CMakeLists.txt", "project(x)") == "cmake"
+    assert settled("verilog", "a.v", "module main\nfn main() {\n}\n") == ""
+    assert settled("verilog", "a.v", "module m;\nendmodule\n") == "verilog"
+    assert (
+        settled("makefile", "control.in", "Source: x\n") == ""
+        and settled("makefile", "Makefile.in", "a: b\n") == "makefile"
+    )
+    assert settled("c", "a.c", "{% if x %}\nint x;\n{% endif %}\n") == "" and settled("c", "a.c", "int x;\n") == "c"
+    assert settled("csv", "a.csv", "a,b\n1,2\n") == "csv" and settled("csv", "a.csv", "no\ncommas\n") == ""
+    assert settled("verilog", "samples/Verilog/a.v", "x") == "verilog"  # labelled by hand
+
+
+def test_c_headers_of_cpp_projects_are_left_out():
+    header = [Sample("c", "p", "a.h", "int area(int w);\n")]
+    cpp, c = [Sample("c++", "p", f"{n}.cpp", "class A {};") for n in "ab"], Sample("c", "p", "a.c", "int x;")
+    assert list(code_lang_clean.clean([*header, *cpp, c])) == [*cpp, c]
+    assert list(code_lang_clean.clean([*header, cpp[0], c])) == [*header, cpp[0], c]
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("[Unit]\nDescription=A thing\n# why\n\n[Service]\nExecStart=/bin/true\n", "ini"),
+        ("; settings\n[core]\n\teditor = vim\n[alias]\n\tst = status\n", "ini"),
+        ('[package]\nname = "x"\n', "toml"), ("[Serializable]\npublic class X { int a = 1; }\n", ""),
+        ("  def total(xs: List[Int]): Int = xs.sum\n", "scala"), ("def total(xs: list) -> int:\n    return sum(xs)\n", ""),
+    ],
+)  # fmt: skip
+def test_structure_of_settings_and_of_scala(text, language):
+    assert code_lang_syntax.distinctive(text) == language
