@@ -3,10 +3,6 @@
 python -m pytest tests/tasks/test_model_parallel.py
 """
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -127,11 +123,11 @@ class Conversations:
         return "x", ids, (np.arange(len(ids)) >= len(ids) // 2).astype(int)
 
 
-def sft_run(rank, world, settings):
+def sft_run(rank, world, folder, settings):
     """A few steps of fine-tuning on changing context groups: (losses, weights, ranks that shared this one's samples)."""
     model = micro_model().double()
     layout = apply_parallelism(model, settings, current())
-    cost, sharing, stage = sequence_cost(model.cfg, sparse=True), [], FakeStage(Path(tempfile.mkdtemp()))
+    cost, sharing, stage = sequence_cost(model.cfg, sparse=True), [], FakeStage(folder)
 
     def batches(step):
         deal = lambda lengths: layout.deal(model, lengths, cost, "cost")  # noqa: E731
@@ -146,16 +142,15 @@ def sft_run(rank, world, settings):
     )  # fmt: skip
     with in_float64():
         result = trainer.run()
-    shutil.rmtree(stage.scratch)
     losses = [stage.points[step]["loss"] for step in sorted(stage.points) if "loss" in stage.points[step]]
     return losses, result, {k: v.clone() for k, v in model.state_dict().items()}, sharing, trainer.counters
 
 
 @pytest.mark.slow
-def test_fine_tuning_on_context_groups_that_change_equals_one_process():
+def test_fine_tuning_on_context_groups_that_change_equals_one_process(tmp_path):
     settings = ParallelSettings(processes=3, context=2, context_groups="variable")
-    losses, result, weights, _, counters = sft_run(0, 1, ParallelSettings())
-    found = run_ranks(3, sft_run, settings)
+    losses, result, weights, _, counters = sft_run(0, 1, tmp_path / "one", ParallelSettings())
+    found = run_ranks(3, sft_run, tmp_path / "three", settings)
     for one in found:
         assert one[0] == pytest.approx(losses, rel=1e-6) and one[1] == pytest.approx(result)
         assert far(one[2], weights) < 1e-7
