@@ -91,7 +91,26 @@ _RELATIVES: dict[str, list[tuple[str, re.Pattern[str]]]] = {
     ),
 }  # fmt: skip
 _RELATIVES["scss"] = [_RELATIVES["css"][1]]
-_UNMARKED = {"scss": ("css", _RELATIVES["css"][0][1])}
+_RELATIVES |= {
+    "vala": _compile(("c", r"^[ \t]*#[ \t]*(include|ifndef|ifdef|endif)\b")),
+    "elm": _compile(("haskell", r"^[a-z]\w*\s*::|^import qualified|\bwhere\s*$|^instance ")),
+    "f#": _compile(("swift", r"^[ \t]*(var \w+|func \w+)|: (Int|Double|Bool|Character|Float)\b|\bprintln\(|\\\(\w")),
+    "makefile": _compile(
+        ("shell", r"^(fi|done|esac)\b|^(alias|source|unset|setopt|shopt|autoload|zstyle) |^\. [~/$\"]|^[A-Za-z_]\w*\(\) *\{"),
+    ),
+}  # fmt: skip
+# found: (instead, a mark that nearly every file of `found` has); without it the answer is the plainer relative.
+_UNMARKED = {
+    "vala": (
+        "c",
+        re.compile(
+            r"\b(class|namespace|using|public|private|protected|internal|interface|signal|foreach|throws|var|errordomain|override"
+            r"|owned|unowned)\b"
+        ),
+    ),
+    "scss": ("css", _RELATIVES["css"][0][1]),
+    "restructuredtext": ("text", re.compile(r"^\s*\.\. |::\s*$|``\S|:[a-z]+:`|`_\b|^:\w[\w ]{0,30}:|`[^`\n]+ <", re.M)),
+}
 _EXAMINED = 6000
 
 

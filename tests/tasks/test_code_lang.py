@@ -222,3 +222,15 @@ def test_c_headers_of_cpp_projects_are_left_out():
 )  # fmt: skip
 def test_structure_of_settings_and_of_scala(text, language):
     assert code_lang_syntax.distinctive(text) == language
+
+
+@pytest.mark.parametrize(
+    ("found", "text", "instead"),
+    [
+        ("restructuredtext", "Notes\n=====\n\nIt was late.\n", "text"), ("restructuredtext", "See ``x``.\n", "restructuredtext"),
+        ("vala", "#include <glib.h>\n", "c"), ("elm", "area :: Int -> Int\n", "haskell"), ("f#", "let x: Double = 1\n", "swift"),
+        ("makefile", "alias ll='ls -l'\n", "shell"), ("makefile", "all:\n\tif x; then y; \\\n\tfi\n", "makefile"),
+    ],
+)  # fmt: skip
+def test_relatives_are_parted_by_their_syntax(found, text, instead):
+    assert code_lang_syntax.relative(found, text) == instead
