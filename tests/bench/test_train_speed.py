@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.train_speed import REQUIRED, measure
+from tests.bench.train_speed import REQUIRED, REQUIRED_BEST, measure
 
 
 @pytest.mark.bench
@@ -11,3 +11,4 @@ def test_training_is_faster_than_transformers(length):
     pytest.importorskip("transformers")
     (row,) = measure([length])
     assert row["ratio"] >= REQUIRED[length], row
+    assert row["ratio_best"] >= REQUIRED_BEST[length], row
