@@ -16,6 +16,11 @@ OUT = (
 )  # added to a score where the key is not selected: exp gives exactly 0, as -inf would, and no -inf - -inf can occur
 
 
+def fits(batch: int, heads: int, pairs: int) -> bool:
+    """Whether the probabilities of so many pairs of query rows and keys, per sequence and head, may be kept."""
+    return batch * heads * pairs <= KEPT_ELEMENTS
+
+
 def keeps(q_bhsd: torch.Tensor, k_bhtd: torch.Tensor, v_bhtv: torch.Tensor, pairs: int) -> bool:
     """Whether `kept_attention` is the faster way: fp32 or fp64 on a CPU, a gradient is wanted, the probabilities fit.
 
@@ -25,7 +30,7 @@ def keeps(q_bhsd: torch.Tensor, k_bhtd: torch.Tensor, v_bhtv: torch.Tensor, pair
         return False
     if not (q_bhsd.requires_grad or k_bhtd.requires_grad or v_bhtv.requires_grad):
         return False
-    return q_bhsd.shape[1] == k_bhtd.shape[1] and q_bhsd.shape[0] * q_bhsd.shape[1] * pairs <= KEPT_ELEMENTS
+    return q_bhsd.shape[1] == k_bhtd.shape[1] and fits(*q_bhsd.shape[:2], pairs)
 
 
 class _Kept(torch.autograd.Function):

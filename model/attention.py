@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.indexer import SelectedKeys, attention_mass, index_kl
+from kernels.kept_attention import fits
 from kernels.mlapo import expand_heads, rotate_columns, split_latents
 from kernels.norms import rms_norm
 from kernels.rope import apply_rope
@@ -162,7 +163,9 @@ class MLA(MLAProjections):
                 both, self.q_a_layernorm.weight, self.kv_a_layernorm.weight, cis_bsr, LATENT_NORM_EPS
             )
             q_bshd = self.q_b_proj(c_q).unflatten(-1, (self.heads, self.nope + self.rope))
-            q_bshd = rotate_columns(q_bshd, cis_bsr, self.nope, by_heads=path != "gathered")
+            # by heads for products over [B * H]; SDPA's output has the layout of its queries, and by heads it would be copied
+            by_heads = path != "gathered" and fits(x_bsh.shape[0], self.heads, x_bsh.shape[1] ** 2 // 2)
+            q_bshd = rotate_columns(q_bshd, cis_bsr, self.nope, by_heads=by_heads)
             masks = None
             if path != "dense":
                 masks = shared_masks
