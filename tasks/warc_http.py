@@ -13,7 +13,7 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from tasks.warc_records import header_fields
+from tasks.warc_records import header_fields, length_of
 
 ENCODINGS = ("gzip", "x-gzip", "deflate", "br", "zstd")
 CODING_ERRORS = (zlib.error, EOFError, OSError, RuntimeError, ValueError)
@@ -22,6 +22,7 @@ _STATUS = re.compile(rb"HTTP/[\d.]+ +(\d{3})\b")
 _CHARSET = re.compile(r"""charset\s*=\s*["']?\s*([^"';,\s]+)""", re.IGNORECASE)
 _CHUNK = re.compile(rb"[ \t]*([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]{0,1000})?\r?\n")
 _SKIPPED_ANSWERS = 5
+_PIECE = 1 << 14  # zlib copies what is behind a member's end, and there may be a million members
 
 
 class Cut(ValueError):
@@ -45,7 +46,7 @@ class Answer:
 def media_type(value: str) -> tuple[str, str]:
     """(type, charset) of a Content-Type as servers write it: `text/html, text/html; Charset = "UTF-8"`; lower case."""
     kind = re.split(r"[;,\s]", value.strip().lower(), maxsplit=1)[0].strip("\"'")
-    charset = _CHARSET.search(value)
+    charset = _CHARSET.search(value[:1000])  # of its blanks the pattern takes quadratic time
     return kind, charset[1].lower() if charset else ""
 
 
@@ -69,8 +70,8 @@ def parse_answer(block: bytes, max_bytes: int) -> Answer:
     fields = header_fields(head.partition(b"\n")[2])
     transfer = [t.strip() for t in fields.get("transfer-encoding", "").lower().split(",")]
     content = [t.strip() for t in fields.get("content-encoding", "").lower().split(",")]
-    length, had = fields.get("content-length", ""), len(body)
-    short = length.isascii() and length.isdigit() and had < int(length)
+    length, had = length_of(fields), len(body)
+    short = had < length
     if "chunked" in transfer:
         body, short = dechunk(body), False
     codings = [c for c in (*content, *transfer) if c in ENCODINGS]
@@ -103,16 +104,18 @@ def decode(body: bytes, coding: str, max_bytes: int) -> bytes:
             out += data
         return bytes(out)
     wbits = zlib.MAX_WBITS | 32 if "gzip" in coding or body[:1] == b"\x78" else -zlib.MAX_WBITS
-    parts, size, rest = [], 0, body
-    while not parts or rest.startswith(b"\x1f\x8b\x08"):  # a gzip file may have several members
+    out, at = bytearray(), 0
+    while not at or body.startswith(b"\x1f\x8b\x08", at):  # a gzip file may have several members
         engine = zlib.decompressobj(wbits)
-        parts.append(engine.decompress(rest, max_bytes + 1 - size))
-        size, rest = size + len(parts[-1]), engine.unused_data
-        if size > max_bytes:
-            break
-        if not engine.eof:
-            raise EOFError(f"ends after {size} bytes, before its end mark")
-    return b"".join(parts)
+        while not engine.eof:
+            piece = body[at : at + _PIECE]
+            if not piece:
+                raise EOFError(f"ends after {len(out)} bytes, before its end mark")
+            out += engine.decompress(piece, max_bytes + 1 - len(out))
+            at += len(piece) - len(engine.unused_data) - len(engine.unconsumed_tail)
+            if len(out) > max_bytes:
+                return bytes(out)
+    return bytes(out)
 
 
 def dechunk(body: bytes) -> bytes:
@@ -130,7 +133,7 @@ def dechunk(body: bytes) -> bytes:
             raise Cut(f"chunked, and there is no chunk at byte {at} of {len(body)}")
         size, start = int(line[1], 16), line.end()
         if size == 0:
-            return b"".join(out)
+            return b"".join(out) if out or not body[start:].strip() else body
         end = start + size
         follows = body[end : end + 2]
         if not out and follows and not follows.startswith((b"\r\n", b"\n")):

@@ -78,19 +78,25 @@ class _Buffer:
 
 def header_fields(head: bytes) -> dict[str, str]:
     """Fields of header lines (without the first line): lower-case name -> value; of equal names the last, lines joined."""
-    fields: dict[str, str] = {}
+    fields: dict[str, list[str]] = {}  # lines are joined once, at the end: there may be millions
     name = ""
     for line in head.splitlines():
         text = line.decode("utf-8") if line.isascii() else _decoded(line)
         if text[:1] in (" ", "\t"):
             if name:
-                fields[name] = f"{fields[name]} {text.strip()}".strip()
+                fields[name].append(text.strip())
             continue
         key, colon, value = text.partition(":")
         name = key.strip().lower() if colon else ""
         if name:
-            fields[name] = value.strip()
-    return fields
+            fields[name] = [value.strip()]
+    return {name: " ".join(filter(None, parts)) for name, parts in fields.items()}
+
+
+def length_of(fields: dict[str, str]) -> int:
+    """The Content-Length among header fields, -1 where it is no number that a size can have."""
+    said = fields.get("content-length", "")
+    return int(said) if len(said) < 19 and said.isascii() and said.isdigit() else -1
 
 
 def _decoded(line: bytes) -> str:
@@ -145,8 +151,7 @@ def _header(buffer: _Buffer) -> RawRecord:
     if version is None or end is None:
         raise BadHeader(f"expected a WARC record, found {bytes(buffer.data[:40])!r}")
     fields = header_fields(bytes(buffer.data[version.end() : end.start()]))
-    length = fields.get("content-length", "")
-    record = RawRecord(fields, int(length) if length.isascii() and length.isdigit() else -1)
+    record = RawRecord(fields, length_of(fields))
     buffer.drop(end.end())
     return record
 
@@ -159,7 +164,8 @@ def _block(buffer: _Buffer, record: RawRecord) -> None:
     whole = len(buffer.data) >= length and record.length >= 0
     if whole:
         rest = buffer.data[length : length + _NEXT_BYTES].lstrip(b"\r\n")
-        while len(rest) < 5 and buffer.more():
+        # of blank lines there may be gigabytes: no more than the place where a record must begin is held
+        while len(rest) < 5 and len(buffer.data) < length + _NEXT_BYTES and buffer.more():
             rest = buffer.data[length : length + _NEXT_BYTES].lstrip(b"\r\n")
         if not rest or rest.startswith(b"WARC/"[: len(rest)]) or _damaged_header(buffer, length):
             record.block = bytes(buffer.data[:length])

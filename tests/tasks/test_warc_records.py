@@ -9,8 +9,8 @@ import brotli
 import pytest
 from warcio.archiveiterator import ArchiveIterator
 
-from tasks.warc_http import Cut, dechunk, media_type
-from tasks.warc_records import read_raw
+from tasks.warc_http import Cut, dechunk, decode, media_type
+from tasks.warc_records import header_fields, read_raw
 from tests.tasks.source_fixtures import ingest_sources, warc, zstd
 
 HTML = b"<html><body><p>hello "
@@ -155,3 +155,43 @@ def test_blocks_equal_those_of_an_independent_reader_at_any_size_of_reads():
 
     for stream in (io.BytesIO(data), Slow(data), Slow(data)):
         assert [(r.fields["warc-type"], r.block) for r in read_raw(stream, 1 << 20)] == wanted
+
+
+def test_blank_lines_behind_a_record_are_not_held():
+    class Blank(io.RawIOBase):
+        """A record, then 64 MB of line ends; `given` counts what was read."""
+
+        given, first = 0, record(1)
+
+        def read(self, size=-1):
+            data = self.first if not self.given else b"\r\n" * (size // 2) if self.given < 64 << 20 else b""
+            self.given += len(data)
+            return data
+
+    stream = Blank()
+    found = next(read_raw(stream, 1 << 20))
+    assert found.wrong is None and found.block.endswith(b"1") and stream.given < 2 << 20
+
+
+@pytest.mark.parametrize("digits", [b"9" * 5000, "\u0663".encode()])
+def test_lengths_that_are_no_size_cost_their_record_alone(digits):
+    damaged = record(1).replace(b"Content-Length: ", b"Content-Length: " + digits, 1)
+    found = list(read_raw(io.BytesIO(damaged + record(2)), 1 << 20))
+    assert [r.wrong and r.wrong[0] for r in found] == ["wrong_length", None] and found[1].block.endswith(b"2")
+
+
+def test_header_lines_are_joined_and_charsets_found():
+    assert header_fields(b"A: 1\r\n 2\r\n \r\n\t3\r\nb:\r\n 4") == {"a": "1 2 3", "b": "4"}
+    assert len(header_fields(b"a: b\r\n" + b" c\r\n" * 200_000)["a"]) == 400_001
+    assert media_type("text/html; charset=" + " " * 400_000 + ";") == ("text/html", "")
+
+
+def test_gzip_of_many_members_and_numbers_that_are_no_chunks():
+    parts = [b"%d " % i * 3000 for i in range(40)]
+    packed = b"".join(map(gzip.compress, parts))
+    assert decode(packed, "gzip", 1 << 24) == b"".join(parts)
+    assert len(decode(packed, "gzip", 1000)) == 1001
+    with pytest.raises(EOFError):
+        decode(packed[:-4], "gzip", 1 << 24)
+    assert decode(gzip.compress(b"") * 100_000, "gzip", 1000) == b""
+    assert dechunk(b"0\n1\n2\n") == b"0\n1\n2\n" and dechunk(b"0\r\n\r\n") == b""
