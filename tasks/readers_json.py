@@ -112,3 +112,5 @@ def _split(stream: Any, limit: int, level: int) -> Iterator[tuple[bytes | None, 
         at, start = at - keep, (0 if start >= 0 else -1)
     if start >= 0:
         yield (None if dropped else bytes(buffer)), False
+    elif depth:  # an array cut between two objects
+        yield b"[", False

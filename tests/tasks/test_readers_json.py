@@ -95,3 +95,10 @@ def test_packed_json_files_of_a_hub_dataset_and_a_folder_without_data(tmp_path):
     (tmp_path / "none/train.csv").write_text("text\na\n")
     with pytest.raises(ValueError, match="no data file of a dataset"):
         ingest_sources(tmp_path / "other", [{"name": "h", "type": "hf", "path": str(tmp_path / "none")}])
+
+
+def test_array_cut_between_two_objects_is_told(tmp_path):
+    cut = ("[" + ", ".join(map(json.dumps, ROWS)) + ",").encode()
+    found = list(read_values(io.BytesIO(cut), 1 << 20))
+    assert [json.loads(value) for value, ended in found if ended] == ROWS
+    assert found[len(ROWS) :] == [(b"[", False)]
