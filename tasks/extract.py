@@ -101,7 +101,7 @@ def decode_html(body: bytes, http_charset: str = "") -> tuple[str, str]:
     marked = bool(candidates)
     candidates += [http_charset, detect_encoding(body, from_html_meta=True), detect_encoding(body)]
     names = [_browser_name(name) for name in (*candidates, "utf-8", "windows-1252") if name]
-    words = re.sub(rb"(?s)<[^>]*>", b"", body[:100_000])
+    words = re.sub(rb"<[^<>]*>", b"", body[:100_000])
     high = len(_HIGH.findall(words))
     rest, pairs = _PAIR.subn(b"", words)  # the second byte of a pair may look like a letter
     if max(high, pairs) > 20 and max(high, pairs) > len(_LETTERS.findall(rest)):

@@ -44,7 +44,7 @@ _POLICY = re.compile(  # of lower-case text
     r"terms of (?:use|service)|privacy policy|cookie policy|uses? cookies|all rights reserved|powered by|"
     r"(?:sign|log) ?(?:in|up)\b|forgot(?:ten)? (?:your )?password|javascript|subscribe|newsletter|copyright \W?\d{4}"
 )
-_SENTENCE = re.compile(rf"[.!?]+[\"\u201d\u2019)]*(?=\s|$)|[{SENTENCE_MARKS}]+")
+_SENTENCE = re.compile(rf"(?<![.!?])[.!?]++[\"\u201d\u2019)]*+(?=\s|$)|[{SENTENCE_MARKS}]+")
 _GOPHER_WORDS = frozenset("the be to of and that have with".split())
 _LOREM = re.compile(r"lorem ipsum|dolor sit amet", re.IGNORECASE)
 STOP_WORDS = {

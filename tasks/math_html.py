@@ -23,8 +23,8 @@ from tasks.latex import clean_tex, math_spans
 from tasks.mathml import annotation, dom_children, from_dom, is_display, presentation
 
 _MARKUP = re.compile(
-    rb"<(?:\w+:)?math[\s>]|math/(?:tex|asciimath)|class=[\"']?[^\"'>]*\b(?:math|katex|mwe-math\S*|latex|tex|mjx\S*|MathJax\w*)\b"
-    rb"|<mjx-container|\sdata-(?:latex|tex)=|latex\.(?:php\?|codecogs\.com/)|\\\((?=[^)]{1,300}\\\))|\\\[|\\begin\{(?:equation|align|gather|multline|eqnarray)|<img[^>]+alt=[\"']\$",
+    rb"<(?:\w+:)?math[\s>]|math/(?:tex|asciimath)|class=[\"']?[^\"'=>]*\b(?:math|katex|mwe-math\S*|latex|tex|mjx\S*|MathJax\w*)\b"
+    rb"|<mjx-container|\sdata-(?:latex|tex)=|latex\.(?:php\?|codecogs\.com/)|\\\((?=[^)]{1,300}\\\))|\\\[|\\begin\{(?:equation|align|gather|multline|eqnarray)|<img[^<>]+alt=[\"']\$",
     re.IGNORECASE,
 )
 _IMAGE_CLASSES = frozenset(
@@ -151,7 +151,7 @@ def _mathjax3(node: Any, formulas: _Formulas) -> None:
 
 def _source_tex(source: str) -> str:
     """LaTeX in the address of a service that draws it, or ""."""
-    found = _DRAWN.search(source)
+    found = _DRAWN.search(source) if len(source) <= _MAX_FORMULA else None
     tex = "" if found is None else unquote_plus(found["php"]) if found["php"] else unquote(found["cgi"])
     return re.sub(r"^\s*(?:\\(?:d?pi\{\d+\}|bg_?\w*|fn_\w+|(?:inline|small|large|tiny)(?![a-z]))\s*)+", "", tex)
 
@@ -167,6 +167,17 @@ def _written_tex(node: Any) -> str:
     text = node.text or ""
     alone = all((c.node_name or "").lower() == "#text" for c in dom_children(node))
     return text if alone and _TEX_LIKE.search(text) and not re.search(r"\\[(\[]|\$|\\begin", text) else ""
+
+
+def _formula_before(node: Any) -> bool:
+    """Whether one of the three siblings before an element holds a formula's mark: KaTeX writes MathML, then what is shown."""
+    for _ in range(3):
+        node = node.prev
+        if node is None:
+            return False
+        if "xmathq" in (node.text or ""):
+            return True
+    return False
 
 
 def image_tex(node: Any) -> str:
@@ -242,7 +253,7 @@ def _take(root: Any, formulas: _Formulas, single: bool) -> None:
             formulas.put(node, tex, bool(_classes(node) & _DISPLAY_CLASSES), "written")
         elif tag in _SKIPPED and not (tag == "code" and "math" in " ".join(_classes(node))):
             continue
-        elif (own := _classes(node) & _COPIES) and not (own == {"katex-html"} and "xmathq" not in node.parent.text):
+        elif (own := _classes(node) & _COPIES) and not (own == {"katex-html"} and not _formula_before(node)):
             node.parent.remove_child(node)  # what is shown stays where it is the only copy
         else:
             stack += list(dom_children(node))[::-1]

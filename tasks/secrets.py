@@ -54,7 +54,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern], ...] = tuple(
          r"(?i:(?:secret|token|passw(?:or)?d|pwd|api_?-?key|access_?-?key|auth_?-?key|private_?-?key|credential)[\w-]{0,20}"
          r"[\"'\]]{0,2}\s{0,4}(?::=|=>|[=:])\s{0,4}(?:[bru]{0,2}|@)[\"'`])(?P<v>[A-Za-z0-9+/=_.!@#$%^&*()~-]{16,200})[\"'`]"),
         ("SECRET", ("secret", "token", "passw", "key"),  # a line of an .env file
-         r"(?m)^(?:export )?[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)[A-Z0-9_]*="
+         r"(?m)^(?:export )?[A-Z0-9_]{0,64}(?:SECRET|TOKEN|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)[A-Z0-9_]{0,64}="
          r"(?P<v>[A-Za-z0-9+/=_.!@#$%^&*()~-]{16,200})\r?$"),
         ("EMAIL", ("@",),
          r"@(?P<h>(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62}[A-Za-z0-9])?\.)+(?:[a-z]{2,18}|[A-Z]{2,18}))(?![\w@-]|\.\w|\()"),
