@@ -1,4 +1,4 @@
-"""What workers do for tasks/dedup.py: sketch, group, cut sets, verify, decide, write; between them the driver's marks.
+"""What workers do for tasks/dedup.py up to verified pairs: sketch, copies, groups, sets, verify; and the driver's marks.
 
 Everything passes through files below `scratch`. Documents are numbered through all input shards (`start` + row). A step's
 memory is that of one input shard, of one partition of a shuffle, or of `VALUES` shingles. Of the whole corpus there are three
