@@ -49,7 +49,7 @@ _TEX_LIKE = re.compile(r"\\[A-Za-z]{2,}|[\^_]|[=<>+]|^\s*[A-Za-z]'*\s*$")
 _MARK = re.compile(r"\s*xmathq(\d+)qx\s*")
 _MAX_FORMULA = 20_000
 _WRITTEN = frozenset("math mathquill-embedded-latex".split())
-_DRAWN = re.compile(r"latex\.(?:php\?(?:[^#]*&)?latex=(?P<php>[^&#]+)|codecogs\.com/\w+(?:\.\w+)?\?(?P<cgi>[^#]+))")
+_DRAWN = re.compile(r"latex\.(?:php\?(?:[^#?]*&)?latex=(?P<php>[^&#]+)|codecogs\.com/\w+(?:\.\w+)?\?(?P<cgi>[^#]+))")
 
 
 @dataclass
@@ -164,9 +164,10 @@ def _written_tex(node: Any) -> str:
     classes = _classes(node)
     if not classes & _WRITTEN or ("math" in classes and not classes & {"inline", "display", "js-render-math"}):
         return ""
+    if any((c.node_name or "").lower() != "#text" for c in dom_children(node)):
+        return ""
     text = node.text or ""
-    alone = all((c.node_name or "").lower() == "#text" for c in dom_children(node))
-    return text if alone and _TEX_LIKE.search(text) and not re.search(r"\\[(\[]|\$|\\begin", text) else ""
+    return text if _TEX_LIKE.search(text) and not re.search(r"\\[(\[]|\$|\\begin", text) else ""
 
 
 def _formula_before(node: Any) -> bool:
