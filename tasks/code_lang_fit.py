@@ -307,7 +307,8 @@ def main() -> None:
     paths = [path for folder in args.folders for path in sorted(folder.iterdir())]
     packages: dict[str, dict[str, str]] = {}
     mine = [path for path in paths if not held_out(package_name(path))]
-    held = list(clean(read_packages(set(paths) - set(mine), frozenset(LANGUAGES), workers=args.workers)))
+    theirs = [path for path in paths if held_out(package_name(path))]
+    held = list(clean(read_packages(theirs, frozenset(LANGUAGES), workers=args.workers)))
     samples = read_packages(mine, frozenset(LANGUAGES), about=packages, workers=args.workers)
     chosen = without_copies(balance(clean(samples)), held)
     files = Counter(s.package for s in chosen)
