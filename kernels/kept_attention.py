@@ -11,9 +11,8 @@ import torch
 
 KEPT_ELEMENTS = 1 << 23  # probabilities of one call: 32 MB
 GROUP_ELEMENTS = 1 << 18  # scores of one product: 1 MB
-OUT = (
-    -1e38
-)  # added to a score where the key is not selected: exp gives exactly 0, as -inf would, and no -inf - -inf can occur
+# Added to a score whose key is not selected: exp gives exactly 0, as -inf would, and no -inf - -inf can occur.
+OUT = -1e38
 
 
 def fits(batch: int, heads: int, pairs: int) -> bool:

@@ -44,9 +44,8 @@ class Parts:
         # The first place that keeps a tensor speaks for it: in sums over ranks, and when wholes are put together.
         self.speaker = {name: min(found) for name, found in places.items()}
         self.kept = {name for name, found in places.items() if grid.place in found}
-        self.absent: dict[
-            str, tuple[dict[str, Any], str, Tensor]
-        ] = {}  # name -> table of its module, key, empty tensor
+        # name -> table of its module, key, empty tensor
+        self.absent: dict[str, tuple[dict[str, Any], str, Tensor]] = {}
         self.joined = False
         self._release()
 

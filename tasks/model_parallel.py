@@ -153,10 +153,14 @@ class Layout:
         finally:
             set_context(model, context)
 
-    def whole_model(self, model: GlmMoeDsa) -> GlmMoeDsa:
-        """A model of one process with these weights, for saving. All ranks call it."""
+    def whole_sequences(self, model: nn.Module) -> None:
+        """From here on every rank has whole sequences: what comes after training measures without the other ranks."""
         if self.context is not None or self.pool is not None:
             set_context(model, None)
+
+    def whole_model(self, model: GlmMoeDsa) -> GlmMoeDsa:
+        """A model of one process with these weights, for saving. All ranks call it."""
+        self.whole_sequences(model)
         if self.parts is not None:
             self.parts.join()
         if self.experts is None:

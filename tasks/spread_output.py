@@ -152,8 +152,9 @@ def save_output(
 ) -> GlmMoeDsa | None:
     """`write_output` where several ranks hold a model of more than `limit` bytes; else one process's file, by the writer.
 
-    All ranks call it. The whole model where it was joined, else None.
+    All ranks call it, after training: sequences are no longer spread. The whole model where it was joined, else None.
     """
+    layout.whole_sequences(model)
     if ranks.world > 1 and output_bytes(layout, model, ranks) > limit:
         write_output(layout, model, ranks, folder, tokenizer, optimizer, limit)
         return None

@@ -83,6 +83,7 @@ def all_of_it(rank, world, folder, runs):
     """One set of processes: starting them costs more than what they do."""
     small_and_large(rank, world, folder / "sizes")
     failing(rank, world, folder / "failing")
+    sequences_are_whole_afterwards(rank, world, folder / "sequences")
     return written(rank, world, folder, runs)
 
 
@@ -109,6 +110,14 @@ def failing(rank, world, folder):
     with pytest.raises(OSError, match="the output could not be written: rank 1: .*No space left on device"):
         write_output(spread.layout, spread.model, current(), folder)
     spread_output.save_file = real
+
+
+def sequences_are_whole_afterwards(rank, world, folder):
+    """The DSA stages go on to measure the model that was written."""
+    spread = Spread(folder, ParallelSettings(context=world))
+    assert spread.model.context is not None
+    assert save_output(spread.layout, spread.model, current(), folder, limit=LIMIT) is None
+    assert spread.model.context is None
 
 
 def test_without_saved_optimizer(tmp_path):
