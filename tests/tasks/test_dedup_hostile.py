@@ -151,7 +151,7 @@ if __name__ == "__main__":
             return result
         run.__name__ = step.__name__
         return run
-    for name in ("sketch", "verify"):
+    for name in ("sketch", "sets"):
         setattr(dedup_steps, name, slowly(getattr(dedup_steps, name)))
     deps = dict(zip(("data/web", "data/code", "data/math"), map(Path, paths)))
     run_stage_for_test(dedup, config, deps=deps, outs=["data/dedup"], tmp=tmp)
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "slow,last", [pytest.param("sketch", "sketch 1", marks=pytest.mark.slow), ("verify", "verify 0")]
+    "slow,last", [pytest.param("sketch", "sketch 1", marks=pytest.mark.slow), ("sets", "sets 1")]
 )
 def test_a_killed_stage_goes_on_with_another_number_of_workers(tmp_path, slow, last):
     """kill -9 in the middle of a step; what was done is found again by two workers, and the bytes are the same."""
