@@ -216,13 +216,22 @@ class ResumeStore:
                 folder.rename(self.folder / f"damaged-{folder.name}")
 
     def _problem(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint; every rank looks at its share of the files."""
+        """What is wrong with a checkpoint; every rank looks at its share of the files.
+
+        OSError on all ranks when one does not see it: that is no damage, and setting it aside would lose it.
+        """
         try:
             check_checkpoint(folder, self.ranks.rank, self.ranks.world)
             problem = None
         except ValueError as error:
             problem = str(error)
-        return next((p for p in self.ranks.exchange(problem) if p is not None), None)
+        found = self.ranks.exchange([folder.is_dir(), problem])
+        blind = [rank for rank, (seen, _) in enumerate(found) if not seen]
+        if blind and found[0][0]:
+            raise OSError(
+                f"rank {blind[0]} does not see {folder}: the ranks need one file system for resume checkpoints"
+            )
+        return next((problem for _, problem in found if problem is not None), None)
 
     def load_best(self) -> Found:
         """The best checkpoint. ValueError when it is damaged or there is none."""

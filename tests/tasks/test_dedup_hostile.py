@@ -158,9 +158,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "slow,last", [pytest.param("sketch", "sketch 1", marks=pytest.mark.slow), ("sets", "sets 1")]
-)
+@pytest.mark.parametrize("slow,last", [pytest.param("sketch", "sketch 1", marks=pytest.mark.slow), ("sets", "sets 1")])
 def test_a_killed_stage_goes_on_with_another_number_of_workers(tmp_path, slow, last):
     """kill -9 in the middle of a step; what was done is found again by two workers, and the bytes are the same."""
     shards = corpus(tmp_path / "in")

@@ -405,12 +405,17 @@ def apart(rank, world, folder):
     store = ResumeStore(folder / str(rank), 2, print, ranks=current())
     with pytest.raises(OSError) as caught:
         store.save(1, shares(1), {"step": 1})
-    return str(caught.value)
+    if rank == 0:
+        ResumeStore(folder / "0", 2, print).save(2, {"model": tensors_of(2)["model"]}, {"step": 2})
+    with pytest.raises(OSError) as not_seen:
+        store.load()
+    return str(caught.value), str(not_seen.value)
 
 
 def test_ranks_without_a_common_file_system_are_told(two):
-    for text in two[0]["apart"]:
+    for text in (text for found in two[0]["apart"] for text in found):
         assert "rank 1" in text and "need one file system" in text
+    assert read_checkpoint(two[1] / "apart/0/step-00000002").step == 2, "one that a rank does not see is not damaged"
 
 
 # ---- damage and background on several ranks
