@@ -98,6 +98,11 @@ class Layout:
         """Whether ranks hold different parts of this tensor."""
         return self.parts is not None or (self.experts is not None and is_expert(name))
 
+    @property
+    def holders(self) -> tuple[int, int]:
+        """(this rank's place, number) of the ranks with the same experts."""
+        return (0, 1) if self.replicas is None else (dist.get_rank(self.replicas), self.replicas.size())
+
     def owned_weights(self, model: nn.Module) -> list[Piece]:
         """What this rank writes of the weights: its share of what all ranks hold, and of its experts among their holders."""
         if self.parts is not None:
@@ -106,8 +111,7 @@ class Layout:
         pieces = share_out({n: t for n, t in state.items() if not self.owns_part(n)}, ranks.rank, ranks.world)
         if self.experts is not None:
             apart = {n: t for n, t in state.items() if self.owns_part(n)}
-            holders = (0, 1) if self.replicas is None else (dist.get_rank(self.replicas), self.replicas.size())
-            pieces += [placed(piece, self.experts) for piece in share_out(apart, *holders)]
+            pieces += [placed(piece, self.experts) for piece in share_out(apart, *self.holders)]
         return pieces
 
     def load_weights(self, model: nn.Module, source: Mapping[str, Tensor]) -> None:

@@ -166,12 +166,11 @@ class Parallel:
         """The writer's JSON-able value, on every rank."""
         return self.exchange(value if self.is_writer else None)[0]
 
-    def reduce_router_counts(self, counts: Sequence[Tensor]) -> list[Tensor]:
-        """Tokens per expert of each MoE layer, summed over ranks; a rank without any rows may give an empty list."""
-        return self.sum_step({}, counts)[1]
-
     def sum_step(self, logs: Mapping[str, float], counts: Sequence[Tensor]) -> tuple[dict[str, float], list[Tensor]]:
-        """Sums over ranks of named numbers and of router counts, in one message when all ranks have the same names."""
+        """Sums over ranks of named numbers and of router counts, in one message when all ranks have the same names.
+
+        A rank without any rows may give no counts.
+        """
         if self.world == 1:
             return dict(logs), list(counts)
         schema = [sorted(logs), [c.numel() for c in counts]]

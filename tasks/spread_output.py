@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,8 +55,7 @@ def output_tensors(layout: Any, model: GlmMoeDsa) -> dict[str, Tensor]:
     if layout.experts is not None:
         own = {n: t for n, t in state.items() if layout.owns_part(n)}
         first, _ = local_experts(model.cfg.n_routed_experts, layout.experts)
-        holders = (0, 1) if layout.replicas is None else (dist.get_rank(layout.replicas), layout.replicas.size())
-        found |= _share(unfused(own, model.cfg, first), *holders)
+        found |= _share(unfused(own, model.cfg, first), *layout.holders)
     return found
 
 
