@@ -24,7 +24,7 @@ from tasks.extract_scan import CELL, IN_PRE, LIST_DEPTH, LIST_ITEM, ROW, TAG_ID
 REPLACEMENT = "\ufffd"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\xad\ufeff\u200b]")  # U+00AD: where a word may be broken
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-_TRAILING = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
+_TRAILING = re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]++$", re.MULTILINE)
 _WESTERN = ("windows-1252", "cp1252", "iso-8859-1", "iso-8859-15", "latin1", "latin-1", "us-ascii", "ascii")
 _HIGH, _LETTERS = re.compile(rb"[\xc0-\xff]"), re.compile(rb"[A-Za-z]")
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\x7e\x80-\xfe]")

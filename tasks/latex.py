@@ -43,7 +43,7 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip()
 
 
-_ROLE = re.compile(r":(?P<role>[a-z:+-]+):`(?P<text>[^`]*)`", re.IGNORECASE)
+_ROLE = re.compile(r":(?P<role>[a-z:+-]{1,60}):`(?P<text>[^`]*)`", re.IGNORECASE)
 _DIRECTIVE = re.compile(r"^(?P<indent>[ \t]*)\.\. (?P<name>[\w:.-]+)::[ \t]*(?P<argument>.*)$")
 _DROPPED = frozenset(
     "image figure plot toctree autoclass autofunction automodule automethod autoattribute autosummary module currentmodule"

@@ -46,7 +46,7 @@ _DELIMITED = re.compile(
 _SINGLE = re.compile(r"(?<![\\$\w])\$(?P<s>[^$\n]{1,400}?)(?<![\\\s])\$(?![\d$])")
 _DOLLARS_DECLARED = re.compile(r"inlineMath\s*[:=]\s*\[\s*\[\s*['\"]\$|class=\"[^\"]*tex2jax_process", re.IGNORECASE)
 _TEX_LIKE = re.compile(r"\\[A-Za-z]{2,}|[\^_]|[=<>+]|^\s*[A-Za-z]'*\s*$")
-_MARK = re.compile(r"\s*xmathq(\d+)qx\s*")
+_MARK = re.compile(r"(?:(?<!\s)\s++)?xmathq(\d+)qx\s*")
 _MAX_FORMULA = 20_000
 _WRITTEN = frozenset("math mathquill-embedded-latex".split())
 _DRAWN = re.compile(r"latex\.(?:php\?(?:[^#?]*&)?latex=(?P<php>[^&#]+)|codecogs\.com/\w+(?:\.\w+)?\?(?P<cgi>[^#]+))")

@@ -339,3 +339,8 @@ def test_pages_of_nothing_but_tags_take_bounded_time_and_memory():
         extract_page(b"<b>" * 500_000)
     body = b"<p>Some text about it here.</p>" + b"<pre>x = 1;</pre>" * 20_000  # slow, were it quadratic
     assert len(code_blocks(body)) == 20_000 and extract_page(body).code_blocks
+
+
+def test_long_runs_of_blanks_cost_linear_time():
+    blanks = " \t\u00a0" * 400_000  # in time that grows with the square: hours
+    assert clean_text(f"a{blanks}b {blanks}\n c  \n") == f"a{blanks}b\n c".replace("\u00a0", " ")
