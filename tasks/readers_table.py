@@ -53,8 +53,10 @@ def row_record(
             value = " AND ".join(map(str, value)) if field == "licence" else None
         fields[field] = "" if value is None else str(value)
     kept = {name: _plain(row.get(name)) for name in columns.keep} | (extra or {})
-    meta = {"columns": kept}
-    meta = json.loads(json.dumps(meta, default=str), parse_constant=lambda _: None) if kept else {}
+    meta = {}
+    if kept:  # halves of surrogate pairs, which JSON can name, are no Unicode: no table takes them
+        written = json.dumps({"columns": kept}, default=str, ensure_ascii=False).encode("utf-8", "replace")
+        meta = json.loads(written, parse_constant=lambda _: None)
     path = fields.pop("path").replace("\x00", "")[:1000]
     if isinstance(row[columns.text], str):
         fields["charset"] = "utf-8"

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.documents import document
 from tasks.readers_json import read_values
 from tests.tasks.source_fixtures import TEXTS, gz, ingest_sources, jsonl, zstd
 
@@ -102,3 +103,10 @@ def test_array_cut_between_two_objects_is_told(tmp_path):
     found = list(read_values(io.BytesIO(cut), 1 << 20))
     assert [json.loads(value) for value, ended in found if ended] == ROWS
     assert found[len(ROWS) :] == [(b"[", False)]
+
+
+def test_halves_of_surrogate_pairs_in_kept_columns_do_not_reach_tables(tmp_path):
+    rows = b'{"text": "a text", "k": {"\\udfff": ["x\\ud800"]}, "url": "\\ud800x"}'
+    (record,) = read(tmp_path, "s.jsonl", rows, columns={"keep": ["k"], "url": "url"}).records
+    assert record.meta["columns"] == {"k": {"?": ["x?"]}} and record.url == "?x"
+    document(record.content.decode(), "s", "web", meta=record.meta)["meta"].encode("utf-8")
