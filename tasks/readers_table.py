@@ -16,12 +16,20 @@ from tasks.remote import InputFile, local_path, open_file, scheme
 
 FIELDS = ("url", "lang", "licence", "charset")
 _BATCH_BYTES = 4 << 20
+LEVELS = 100  # of a kept value: Python's json, which writes tables, ends at about a thousand calls
 TABLE_ERRORS = (*DATA_ERRORS, pa.ArrowException)
 
 
 def _plain(value: Any) -> Any:
     """A value of a kept column as JSON holds it."""
     return value if isinstance(value, (str, int, float, bool, list, dict)) or value is None else str(value)
+
+
+def _nested(value: Any, levels: int) -> bool:
+    """Whether a value is nested beyond so many levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    return levels < 0 or any(_nested(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def row_record(
@@ -53,6 +61,8 @@ def row_record(
             value = " AND ".join(map(str, value)) if field == "licence" else None
         fields[field] = "" if value is None else str(value)
     kept = {name: _plain(row.get(name)) for name in columns.keep} | (extra or {})
+    if _nested(kept, LEVELS):
+        return Rejected(file.name, str(number), "wrong_type", f"columns.keep: a value nested beyond {LEVELS} levels")
     meta = {}
     if kept:  # halves of surrogate pairs, which JSON can name, are no Unicode: no table takes them
         written = json.dumps({"columns": kept}, default=str, ensure_ascii=False).encode("utf-8", "replace")

@@ -110,3 +110,10 @@ def test_halves_of_surrogate_pairs_in_kept_columns_do_not_reach_tables(tmp_path)
     (record,) = read(tmp_path, "s.jsonl", rows, columns={"keep": ["k"], "url": "url"}).records
     assert record.meta["columns"] == {"k": {"?": ["x?"]}} and record.url == "?x"
     document(record.content.decode(), "s", "web", meta=record.meta)["meta"].encode("utf-8")
+
+
+@pytest.mark.parametrize("depth, good", [(90, 3), (300, 2), (1010, 2), (5000, 2)])
+def test_deep_values_cost_their_row_alone(tmp_path, depth, good):
+    rows = ['{"text": "one"}', '{"text": "two", "k": ' + "[" * depth + "]" * depth + "}", '{"text": "three"}']
+    found = read(tmp_path, "d.jsonl", "\n".join(rows).encode(), columns={"keep": ["k"]})
+    assert len(found.records) == good and len(found.rejects) == 3 - good
