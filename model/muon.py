@@ -171,6 +171,9 @@ def _config_of(model: nn.Module) -> Any:
     return config
 
 
+SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # state per parameter
+
+
 class MuonSplit(torch.optim.Optimizer):
     """Muon and AdamW parameter groups behind one `step`. Build it with `build_optimizer`.
 
@@ -277,14 +280,24 @@ class MuonSplit(torch.optim.Optimizer):
         """The state as a checkpoint takes it (model/state_parts.py): one process owns all."""
         return [Piece.whole(name, tensor) for name, tensor in self.state_tensors().items()]
 
+    def check_slot(self, name: str, slot: str) -> None:
+        """ValueError when a parameter's state has a slot that its update does not know: another optimizer wrote it."""
+        kind = next(group["kind"] for group in self.param_groups if name in group["names"])
+        if slot not in SLOTS[kind]:
+            raise ValueError(
+                f"optimizer state {name}.{slot}: {name} is trained by {kind} here, whose state is {', '.join(SLOTS[kind])}; "
+                "the state is another optimizer's: start without it, or with the settings it was written under"
+            )
+
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `state_tensors`. Raises ValueError naming unknown parameters or wrong shapes."""
+        """Restores `state_tensors`. Raises ValueError naming unknown parameters, wrong shapes or another optimizer's slots."""
         by_name = {n: p for p, n in self.names.items()}
         fresh: dict[Tensor, dict[str, Tensor]] = {}
         for key in sorted(tensors):
             name, slot = key.rsplit(".", 1)
             if name not in by_name:
                 raise ValueError(f"optimizer state names {name!r}, which this optimizer does not own")
+            self.check_slot(name, slot)
             p, value = by_name[name], tensors[key]
             if slot != "step" and value.shape != p.shape:
                 raise ValueError(f"optimizer state {key} has shape {list(value.shape)}, expected {list(p.shape)}")

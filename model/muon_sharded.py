@@ -359,6 +359,7 @@ class ShardedMuonSplit:
             name, slot = key.rsplit(".", 1)
             if name not in by_name:
                 raise ValueError(f"optimizer state names {name!r}, which this optimizer does not own")
+            self.full.check_slot(name, slot)
             index, shape = by_name[name], source.shape(key)
             if slot != "step" and shape != tuple(self.params[index].shape):
                 raise ValueError(

@@ -266,6 +266,8 @@ def test_state_errors_name_the_tensor():
         optimizer.load_state_tensors({"no.such.momentum_buffer": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"lm_head.weight.exp_avg has shape \[1\]"):
         optimizer.load_state_tensors({"lm_head.weight.exp_avg": torch.zeros(1)})
+    with pytest.raises(ValueError, match="lm_head.weight is trained by adamw here, whose state is step, exp_avg"):
+        optimizer.load_state_tensors({"lm_head.weight.momentum_buffer": torch.zeros(1)})
 
 
 def test_learning_rates_by_group():
