@@ -20,7 +20,10 @@ _MARK = re.compile(rb'["{}\[\]]')
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*+"', re.DOTALL)
 _BETWEEN = b" \t\r\n,\x1e"
 _BEYOND = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
-_HEAD = 1 << 16
+_HEAD, _SEEN = (
+    1 << 16,
+    1 << 10,
+)  # bytes looked at: at most, behind blanks alone, and at least; a stream may give few at a time
 
 
 def parse_row(line: bytes) -> Any:
@@ -54,7 +57,7 @@ class _Head:
         self._stream, self.head = stream, b""
         while len(self.head) < _HEAD and (data := stream.read(_HEAD)):
             self.head += data
-            if self.head.strip(_BETWEEN + b"\xef\xbb\xbf"):
+            if len(self.head) >= _SEEN and self.head.strip(_BETWEEN + b"\xef\xbb\xbf"):
                 break
 
     def read(self, size: int = -1) -> bytes:

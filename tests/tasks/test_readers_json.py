@@ -117,3 +117,12 @@ def test_deep_values_cost_their_row_alone(tmp_path, depth, good):
     rows = ['{"text": "one"}', '{"text": "two", "k": ' + "[" * depth + "]" * depth + "}", '{"text": "three"}']
     found = read(tmp_path, "d.jsonl", "\n".join(rows).encode(), columns={"keep": ["k"]})
     assert len(found.records) == good and len(found.rejects) == 3 - good
+
+
+@pytest.mark.parametrize("data", [json.dumps(ROWS, indent=1), "\n".join(json.dumps(r, indent=1) for r in ROWS)])
+def test_streams_that_give_a_byte_at_a_time(data):
+    class Slow(io.BytesIO):
+        def read(self, size=-1):
+            return super().read(1)
+
+    assert [json.loads(value) for value, _ in read_values(Slow(data.encode()), 1 << 20)] == ROWS
