@@ -36,7 +36,7 @@ _MARKS = _compile(
     ("elixir", r"^[ \t]*defmodule [A-Z][\w.]* do\s*$"),
     ("vhdl", r"(?i)^[ \t]*(library ieee;|use ieee\.\w+|entity \w+ is\s*$|architecture \w+ of \w+ is)"),
     ("solidity", r"^[ \t]*pragma solidity\b"),
-    ("cobol", r"(?i)^.{0,7}\s*(identification|id|procedure|environment)\s+division\s*\."),
+    ("cobol", r"(?i)^.{0,7}[ \t]*(identification|id|procedure|environment)\s+division\s*\."),
     ("cmake", r"(?i)^[ \t]*(cmake_minimum_required|target_link_libraries|add_executable)\s*\("),
     ("clojure", r"^\((ns|defn-?|in-ns) [\w.^-]"),
     ("tex", r"^[ \t]*\\(documentclass|usepackage|begin\{document\})"),
@@ -109,7 +109,10 @@ _UNMARKED = {
         ),
     ),
     "scss": ("css", _RELATIVES["css"][0][1]),
-    "restructuredtext": ("text", re.compile(r"^\s*\.\. |::\s*$|``\S|:[a-z]+:`|`_\b|^:\w[\w ]{0,30}:|`[^`\n]+ <", re.M)),
+    "restructuredtext": (
+        "text",
+        re.compile(r"^[ \t]*\.\. |::\s*$|``\S|:[a-z]+:`|`_\b|^:\w[\w ]{0,30}:|`[^`\n]+ <", re.M),
+    ),
 }
 _EXAMINED = 6000
 
