@@ -18,12 +18,11 @@ from tasks.readers import PlainStream, read_lines
 
 _MARK = re.compile(rb'["{}\[\]]')
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*+"', re.DOTALL)
+_BOM = b"\xef\xbb\xbf"
 _BETWEEN = b" \t\r\n,\x1e"
 _BEYOND = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
-_HEAD, _SEEN = (
-    1 << 16,
-    1 << 10,
-)  # bytes looked at: at most, behind blanks alone, and at least; a stream may give few at a time
+_HEAD = 1 << 16  # bytes looked at where the file begins with so many blanks
+_SEEN = 1 << 10  # bytes looked at, at least: a stream may give few at a time
 
 
 def parse_row(line: bytes) -> Any:
@@ -57,7 +56,7 @@ class _Head:
         self._stream, self.head = stream, b""
         while len(self.head) < _HEAD and (data := stream.read(_HEAD)):
             self.head += data
-            if len(self.head) >= _SEEN and self.head.strip(_BETWEEN + b"\xef\xbb\xbf"):
+            if len(self.head) >= _SEEN and self.head.strip(_BETWEEN + _BOM):
                 break
 
     def read(self, size: int = -1) -> bytes:
@@ -71,7 +70,7 @@ def read_values(stream: PlainStream, limit: int) -> Iterator[tuple[bytes | None,
     A file whose first line is `{`, or begins with `[` and then an object, is read by values; any other by lines.
     """
     source = _Head(stream)
-    head = source.head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = source.head.removeprefix(_BOM).lstrip()
     if head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b""):
         return _split(source, limit, 1)
     if re.match(rb"\{[ \t]*\r?\n", head) or head.startswith(b"\x1e"):
@@ -80,10 +79,13 @@ def read_values(stream: PlainStream, limit: int) -> Iterator[tuple[bytes | None,
 
 
 def _split(stream: Any, limit: int, level: int) -> Iterator[tuple[bytes | None, bool]]:
-    """Objects and arrays `level` brackets deep. What is behind the limit is not held, and each byte is looked at once."""
-    buffer, at, depth, start, dropped, inside = bytearray(), 0, 0, -1, False, False
+    """Objects and arrays `level` brackets deep, and objects above. What stands between them and is no blank or comma comes as a
+    value of its own, for the reader to refuse. What is behind the limit is not held, and each byte is looked at once."""
+    buffer, at, depth, base, start, dropped, inside, seen = bytearray(), 0, 0, 0, -1, False, False, False
+    between = bytearray()
     while data := stream.read(1 << 18):
-        buffer += data
+        buffer += data if seen else data.removeprefix(_BOM)
+        seen = True
         while True:
             if inside:
                 string = _STRING_END.match(buffer, at)
@@ -93,19 +95,25 @@ def _split(stream: Any, limit: int, level: int) -> Iterator[tuple[bytes | None, 
                     break
                 at, inside = string.end(), False
             mark = _MARK.search(buffer, at)
+            if start < 0 and len(between) < _SEEN:
+                between += buffer[at : mark.start() if mark else len(buffer)].strip(_BETWEEN)[:_SEEN]
             if mark is None:
                 at = len(buffer)
                 break
             at = mark.end()
             if mark[0] == b'"':
                 inside = True
+                between += b'"..."' if start < 0 and len(between) < _SEEN else b""
             elif mark[0] in b"{[":
-                if depth == level and start < 0:
-                    start = mark.start()
+                if start < 0 and (depth == level or mark[0] == b"{"):
+                    if between:
+                        yield bytes(between), True
+                        between.clear()
+                    start, base = mark.start(), depth
                 depth += 1
             else:
                 depth = max(0, depth - 1)
-                if depth == level and start >= 0:
+                if depth == base and start >= 0:
                     yield (None if dropped or at - start > limit else bytes(buffer[start:at])), True
                     start, dropped = -1, False
         if start >= 0 and len(buffer) - start > limit:
@@ -113,6 +121,8 @@ def _split(stream: Any, limit: int, level: int) -> Iterator[tuple[bytes | None, 
         keep = start if start >= 0 and not dropped else at
         del buffer[:keep]
         at, start = at - keep, (0 if start >= 0 else -1)
+    if between:
+        yield bytes(between), True
     if start >= 0:
         yield (None if dropped else bytes(buffer)), False
     elif depth:  # an array cut between two objects

@@ -126,3 +126,21 @@ def test_streams_that_give_a_byte_at_a_time(data):
             return super().read(1)
 
     assert [json.loads(value) for value, _ in read_values(Slow(data.encode()), 1 << 20)] == ROWS
+
+
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_what_stands_between_the_objects_of_an_array_is_refused_and_named(tmp_path, bom):
+    odd = (
+        bom
+        + "["
+        + json.dumps(ROWS[0])
+        + ', 5, "x", '
+        + json.dumps(ROWS[1])
+        + ", null]\n"
+        + json.dumps(ROWS[2])
+        + "\nend"
+    )
+    found = read(tmp_path, "a.json", odd.encode())
+    assert found.texts == [row["text"] for row in ROWS[:3]] and len(found.rejects) == 3
+    values = [value for value, _ in read_values(io.BytesIO(odd.encode()), 1 << 20)]
+    assert [v for v in values if not v.startswith(b"{")] == [b'5"..."', b"null", b"end"]
