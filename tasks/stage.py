@@ -126,8 +126,10 @@ class Stage:
     # numbers
     def log(self, step: int, **values: float) -> None:
         """One point of the stage's time series (MLflow, and the stage's plots file). No wall-clock numbers here."""
-        if not self._series and self._series_file is None:
+        if self._series_file is None:
             self._load_series()
+            self._series_file = open(self._series_path, "a", encoding="utf-8")
+            self._series_file.write("\n")
         clean = {k: float(v) for k, v in values.items()}
         self._series.setdefault(int(step), {}).update(clean)
         self._series_file.write(json.dumps([int(step), clean]) + "\n")
@@ -135,16 +137,17 @@ class Stage:
         if self._record:
             self._record.log(int(step), clean)
 
+    @property
+    def _series_path(self) -> Path:
+        return self.scratch / "series.jsonl"
+
     def _load_series(self) -> None:
         """Points of a killed run with this fingerprint, so that a resumed stage plots its whole curve."""
-        path = self.scratch / "series.jsonl"
-        if path.is_file():
-            for line in path.read_text().splitlines():
+        if self._series_path.is_file():
+            for line in self._series_path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # the last line of a killed process may be torn
                     step, values = json.loads(line)
                     self._series.setdefault(step, {}).update(values)
-        self._series_file = open(path, "a", encoding="utf-8")
-        self._series_file.write("\n")
 
     def metric(self, **values: Any) -> None:
         """Final numbers (nested mappings allowed): the stage's metrics file and MLflow. No wall-clock numbers here."""
@@ -264,6 +267,8 @@ class Stage:
             fsync_tree(staging)
         for path in self.spec.metrics:
             atomic_write(self.root / path, json.dumps(self._metrics, indent=1, sort_keys=True) + "\n")
+        if self._series_file is None:  # the run before this one may have been killed behind its last point
+            self._load_series()
         points = [{"step": s, **dict(sorted(v.items()))} for s, v in sorted(self._series.items())]
         for path in self.spec.plots:
             atomic_write(self.root / path, json.dumps(points, indent=0) + "\n")

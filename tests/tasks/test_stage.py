@@ -96,20 +96,23 @@ def test_fingerprint_moves_with_params_and_content(tmp_path):
     assert len({first, second, fingerprint(spec, {"a": 2}, {"in.txt": "x"})}) == 3
 
 
-def test_a_resumed_series_equals_an_uninterrupted_one(tmp_path):
-    def until(last):
+@pytest.mark.parametrize("killed, begin", [(3, 2), (5, 5)])  # in the middle; behind the last point
+def test_a_resumed_series_equals_an_uninterrupted_one(tmp_path, killed, begin):
+    def until(last, begin, kill=False):
         def run(stage: Stage) -> None:
             stage.out("data/toy")
-            for step in range(0 if last == 3 else 2, last):
+            for step in range(begin, last):
                 stage.log(step, loss=step * 0.1)
-            if last == 3:
+            if kill:
                 raise KeyboardInterrupt
 
         return run
 
     with pytest.raises(KeyboardInterrupt):
-        run_stage_for_test(module(until(3)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"])
-    run_stage_for_test(module(until(5)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"])
+        run_stage_for_test(
+            module(until(killed, 0, True)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"]
+        )
+    run_stage_for_test(module(until(5, begin)), {"count": 1}, outs=["data/toy"], tmp=tmp_path, plots=["plots/toy.json"])
     points = json.loads((tmp_path / "plots/toy.json").read_text())
     assert [p["step"] for p in points] == [0, 1, 2, 3, 4]
     assert points[2]["loss"] == pytest.approx(0.2)
