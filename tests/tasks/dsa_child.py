@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from model.muon import MuonSplit
-from tasks import dsa_adapt, dsa_warmup, lm_run, reasoning_rl, rl_run, trainer
+from tasks import dsa_adapt, dsa_warmup, lm_run, reasoning_rl, rl_run, spread_output, trainer
 from tasks.problems import Problem
 from tasks.stage import run_stage_for_test
 from tests.tasks.lm_case import stage_config
@@ -155,7 +155,8 @@ def main() -> None:
 
             return load
 
-        lm_run.save_checkpoint, lm_run.load_checkpoint = keep(lm_run.save_checkpoint), take(lm_run.load_checkpoint)
+        spread_output.save_checkpoint = keep(spread_output.save_checkpoint)
+        lm_run.load_checkpoint = take(lm_run.load_checkpoint)
         rl_run.load_checkpoint = take(rl_run.load_checkpoint)
 
     for name in args.stages:
