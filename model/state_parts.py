@@ -20,6 +20,7 @@ Check it:  python -m pytest tests/model/test_state_parts.py
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -120,13 +121,13 @@ def share_out(tensors: Mapping[str, Tensor], rank: int, world: int) -> list[Piec
 class Source(Mapping[str, Tensor]):
     """Logical tensors that are read when asked for; as a mapping it gives them whole."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor. KeyError when there is none of this name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """A fresh tensor in host memory: whole and in its shape, or a region's elements, flat."""
-        raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
